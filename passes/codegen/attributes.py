@@ -24,8 +24,10 @@ class Attribute:
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """A list or dict: its path, and its keys in the order of the model, in which `keeps_order` has the stage
-    go through it."""
+    """A list or dict of modules or parameters.
+
+    `keys` are in the model's order; `keeps_order` says whether the stage goes through them in that order too.
+    """
 
     path: str
     is_list: bool
@@ -36,9 +38,9 @@ class Container:
 class Attributes:
     """The attribute tree of one class, filled in path by path, then written.
 
-    What is a container in the model and has members of no plain names is a container in the stage; with
-    `is_sequence` it is an nn.Sequential, whose forward is its own. `class_at` has the attributes of the
-    modules that have a class themselves: what is inside of one is built, and spelled, by its own.
+    A container of the model whose members have no plain names is a container in the stage too; with
+    `is_sequence` it is an nn.Sequential, whose forward is its own. `class_at` gives the attributes of modules
+    that have a class themselves: what is inside one is built, and spelled, by its own class.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class Attributes:
         )
 
     def given_to_base(self, spell: Spell) -> str:
-        """What __init__ hands to that of the class that this one inherits from."""
+        """Returns what __init__ passes to the __init__ of the base class."""
         if self.is_sequence:
             members = {
                 name: spell(name, member.template)
@@ -94,7 +96,7 @@ class Attributes:
             node.template, node.kind = template, kind
 
     def holds(self, relative: str) -> bool:
-        """Whether something that stands for itself is built at this path or above it."""
+        """Whether something with a template of its own is built at this path or above it."""
         node = self.root
         for part in relative.split("."):
             if part not in node.children:
@@ -105,7 +107,7 @@ class Attributes:
         return False
 
     def templates(self) -> Iterator[tuple[str, Template]]:
-        """What stands for itself, with its path, in the order of __init__."""
+        """Yields each path that has a template, with the template, in the order of __init__."""
         yield from self._templates("", self.root)
 
     def _templates(self, path: str, node: Attribute) -> Iterator[tuple[str, Template]]:
@@ -116,7 +118,7 @@ class Attributes:
             yield from self._templates(_join(path, name), node.children[name])
 
     def statements(self, spell: Spell) -> list[str]:
-        """The lines of __init__, one statement each; `spell` gives the source of the template at a path."""
+        """Returns the lines of __init__, one statement each; `spell` gives the source of each template."""
         if self.base == "nn.Module":
             return list(self._statements("self", "", self.root, spell))
         return list(self._mixed_elements("self", "", self.root, spell))
@@ -136,7 +138,7 @@ class Attributes:
                 yield from self._statements(_attribute(owner, name), below, child, spell)
 
     def _mixed_elements(self, owner: str, path: str, node: Attribute, spell: Spell) -> Iterator[str]:
-        """What no expression builds: the tensors and modules of an element that holds both."""
+        """Yields what no expression builds: the tensors and modules of an element that holds both."""
         for name, child in node.children.items():
             if child.template is not None:
                 continue
@@ -146,7 +148,7 @@ class Attributes:
             yield from inner(f"{owner}[{key}]", below, child, spell)
 
     def _is_keyed(self, relative: str, node: Attribute) -> bool:
-        """Whether a module that is built inside a container is one itself, of all it holds."""
+        """Whether a module inside a container is built as a container itself, of all that it holds."""
         kinds = {child.kind for child in node.children.values()}
         return self._is_indexed(relative, node) or kinds in ({"module"}, {"parameter"})
 
@@ -156,18 +158,21 @@ class Attributes:
         return are_numbered(self.root.children) if self.is_sequence else self._is_container
 
     def _position(self, relative: str) -> tuple[int, str]:
-        """Parameters first, then modules, in the order in which the original holds them."""
+        """Orders members: parameters, buffers, then modules, each in the order of the original module."""
         holder, _, name = _join(self.path, relative).rpartition(".")
         parent = self.module_at(holder)
         names = [] if parent is None else [*parent._parameters, *parent._buffers, *parent._modules]
         return (names.index(name) if name in names else len(names), name)
 
     def _is_indexed(self, relative: str, node: Attribute) -> bool:
-        """Held by number or key, not by attribute: lists, dicts, sequences, and what is inside of them."""
+        """Whether members are reached by number or key: those of lists, dicts and sequences."""
         return self._family(relative, node) is not None
 
     def _family(self, relative: str, node: Attribute) -> str | None:
-        """What a container's kinds of list and dict are called by; None for what is no container."""
+        """Returns what the kinds of list and dict of a container are called by, "Module" or "Parameter".
+
+        The result is None for what is no container.
+        """
         module = self.module_at(_join(self.path, relative))
         kinds = {child.kind for child in node.children.values()}
         if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and kinds <= {"module"}:
@@ -182,7 +187,7 @@ class Attributes:
         return isinstance(module, nn.ModuleList | nn.Sequential | nn.ParameterList) and whole
 
     def _keys(self, relative: str, node: Attribute) -> list[str]:
-        """The names of a container's members: by number in a list, else in the order of the model."""
+        """Returns the names of a container's members: by number in a list, else in the model's order."""
         if self._is_list(relative, node):
             return [str(number) for number in range(len(node.children))]
         return sorted(node.children, key=lambda key: self._position(_join(relative, key)))
@@ -192,7 +197,7 @@ class Attributes:
         return f"nn.{kind}({members})"
 
     def _held(self, relative: str, node: Attribute, spell: Spell) -> tuple[str, str]:
-        """The kind of a container, and what it is built of."""
+        """Returns the kind of a container, and the source of its members."""
         keys = self._keys(relative, node)
         texts = [self._element(_join(relative, key), node.children[key], spell) for key in keys]
         family = self._family(relative, node)
@@ -232,13 +237,15 @@ class Attributes:
         return f"nn.{kind}Dict({{{', '.join(pairs)}}})"
 
     def refer(self, relative: str, owner: str = "self") -> str:
-        """The expression for what is built at a path: self.blocks[3], self.blocks["7"].norm.weight; `owner`
-        is the module itself."""
+        """Returns the expression for what is built at a path: self.blocks[3], self.blocks["7"].norm.weight.
+
+        `owner` is the expression for the module itself.
+        """
         if not relative:
             return owner
         text, node, walked = owner, self.root, ""
         is_element = False  # of a container
-        is_inside = False  # of what one expression builds, with all that it has in the model
+        is_inside = False  # of something that one expression builds, with all that it has in the model
         parts = relative.split(".")
         for count, part in enumerate(parts, start=1):
             indexed = self._is_indexed(walked, node) if walked else self._has_items
@@ -266,7 +273,7 @@ class Attributes:
         return type(module) is nn.Sequential and are_numbered(dict(module.named_children()))
 
     def container(self, relative: str) -> Container | None:
-        """The list or dict that a module or parameter is a member of, if it is one of one."""
+        """Returns the list or dict that a module or parameter is a direct member of, or None."""
         holder, _, last = relative.rpartition(".")
         node, walked = self.root, ""
         for part in holder.split(".") if holder else []:
@@ -290,7 +297,7 @@ class Attributes:
 
 
 def _runs(keys: Sequence[str], texts: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Neighbours that are built alike and have numbers one after another, together."""
+    """Joins neighbours that are built alike and are numbered one after another: (source, keys)."""
     runs: list[tuple[str, list[str]]] = []
     for key, text in zip(keys, texts, strict=True):
         last = runs[-1][1][-1] if runs else ""
@@ -311,12 +318,12 @@ def _join(path: str, name: str) -> str:
 
 
 def _attribute(owner: str, name: str, kind: str = "module") -> str:
-    """`owner.name`, or a call that takes any name where that is no plain one."""
+    """Returns `owner.name`, or a call that takes any name where this one is not plain."""
     if is_plain_name(name):
         return f"{owner}.{name}"
     if not is_guarded(name):
         return f"getattr({owner}, {quoted(name)})"
-    # Such a name is another thing wherever else a stage might reach for it.
+    # Reached in any other way, a guarded name would be something else.
     return f"{owner}.get_{'submodule' if kind == 'module' else kind}({quoted(name)})"
 
 

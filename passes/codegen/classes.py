@@ -1,4 +1,4 @@
-"""From drafts of classes to their text: those that differ in constants alone become one with arguments."""
+"""Writes the drafts of classes; those that differ in constants alone become one class with arguments."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .loops.rolling import in_rounds
 from .method import Method, Statement
 from .template import ClassOf, Leaf, Template, leaves, outline, spelled
 
-# A class of more arguments says less than two classes do.
+# A class with more arguments is harder to read than two classes.
 _MOST_ARGUMENTS = 8
 _MOST_POSITIONAL = 2
 _PLAIN = "super().__init__()"
-# A number in a body: not one in a module's path, a string, a name, or of a dimension of a shape.
+# A number in a body, but not in a module's path, a string, a name or the index of a shape.
 _TOKEN = re.compile(
     f"(?P<other>\ue000[^\ue001]*\ue001|{STRING}|\\.shape\\[\\d+\\]|[A-Za-z_]\\w*)"
     "|(?P<number>\\d+(?:\\.\\d+)?(?:e-?\\d+)?)"
@@ -36,7 +36,8 @@ _TOKEN = re.compile(
 class Draft:
     """The class of the module at `path`: what its __init__ builds, and its methods by name.
 
-    `base` is what it should be called, `endings` closes its __init__, `returned` is each method's annotation.
+    `base` is the name that it should have. `endings` are the last lines of its __init__. Each method comes
+    with the annotation of what it returns.
     """
 
     path: str
@@ -50,7 +51,7 @@ class Draft:
 
 @dataclass(slots=True)
 class ClassText:
-    """A class without its docstring, which names all the places where it serves."""
+    """A class without its docstring, which names all the modules that the class stands for."""
 
     name: str
     base: str
@@ -62,23 +63,24 @@ class ClassText:
 
 @dataclass(slots=True)
 class _Family:
-    """Drafts that are equal but for constants: for each its constants, in one order for all of them.
+    """Drafts that are equal except for constants, with the constants of each in one common order.
 
-    `arguments` are the constructor's, by name; `words` says for each constant which one stands for it.
+    `arguments` maps each argument of the constructor to the first constant that it stands for. `words` has,
+    for each constant, the argument that stands for it, if any.
     """
 
     number: int
     members: list[Draft] = field(default_factory=list)
     constants: list[tuple[Leaf, ...]] = field(default_factory=list)
     name: str = ""
-    arguments: dict[str, int] = field(default_factory=dict)  # -> the first constant that it stands for
+    arguments: dict[str, int] = field(default_factory=dict)  # name -> column
     words: list[str | None] = field(default_factory=list)
 
     def values(self, column: int) -> list[Any]:
         return [constants[column].value for constants in self.constants]
 
     def columns(self) -> dict[tuple[str, ...], list[int]]:
-        """The constants that are not the same in all members; those that go together, together."""
+        """Groups the constants that differ between members; those with the same values are together."""
         found: dict[tuple[str, ...], list[int]] = defaultdict(list)
         for column in range(len(self.constants[0])):
             texts = tuple(literal(value) for value in self.values(column))
@@ -90,11 +92,11 @@ class _Family:
 def class_texts(
     drafts: Sequence[Draft], modules: Mapping[str, nn.Module], taken: Set[str]
 ) -> list[ClassText]:
-    """The classes in order of definition, each distinct one once, none with a name of `taken`.
+    """Returns the classes in order of definition, each distinct one once, with names that are not `taken`.
 
-    `drafts` have what is inside first.
+    `drafts` have inner classes first.
     """
-    apart: set[str] = set()  # outlines whose drafts differ in too much to be one class
+    apart: set[str] = set()  # outlines whose drafts differ in too many constants to be one class
     while True:
         families, family_of = _families(drafts, apart)
         crowded = {
@@ -112,7 +114,7 @@ def class_texts(
 def _families(
     drafts: Sequence[Draft], apart: set[str]
 ) -> tuple[dict[str, _Family], dict[str, tuple[_Family, int]]]:
-    """The families by outline, and for each path its family and its place among the members."""
+    """Returns the families by outline, and for each path its family and its place in it."""
     families: dict[str, _Family] = {}
     family_of: dict[str, tuple[_Family, int]] = {}
     for draft in drafts:
@@ -129,7 +131,8 @@ def _families(
 
 
 def _outline(draft: Draft, numbers: Mapping[str, int]) -> str:
-    lines = [draft.base if draft.path else "", draft.attributes.base]  # the stage itself is a class apart
+    # The stage itself shares its class with no module.
+    lines = [draft.base if draft.path else "", draft.attributes.base]
     lines.append(draft.attributes.given_to_base(lambda _, template: outline(template, numbers)))
     lines += draft.attributes.statements(lambda _, template: outline(template, numbers))
     lines += draft.endings
@@ -140,7 +143,7 @@ def _outline(draft: Draft, numbers: Mapping[str, int]) -> str:
 
 
 def _constants(draft: Draft, family_of: Mapping[str, tuple[_Family, int]]) -> Iterator[Leaf]:
-    """All that may be an argument: first what __init__ says, then what the bodies do."""
+    """Yields all that may be an argument: first the constants of __init__, then those of the bodies."""
 
     def inner(path: str) -> tuple[Leaf, ...]:
         family, place = family_of[path]
@@ -184,7 +187,7 @@ class _Writer:
     # Arguments.
 
     def _name_arguments(self, family: _Family, names_of_classes: Set[str]) -> None:
-        """After an attribute of the model's own that has these values, else as the layers call them."""
+        """Names the arguments after an attribute of the model that has these values, or as the layers do."""
         hints = list(self._hints(family.members[0]))
         modules = [self.modules[draft.path] for draft in family.members]
         family.words = [None] * len(family.constants[0])
@@ -202,7 +205,7 @@ class _Writer:
                 family.words[column] = name
 
     def _hints(self, draft: Draft) -> Iterator[tuple[str, str]]:
-        """For each constant of __init__ the attribute that it builds, and what is built calls it."""
+        """Yields, for each constant of __init__, the attribute that it builds and the name it has there."""
         for path, template in draft.attributes.templates():
             name = path.rpartition(".")[2]
             name = name if is_plain_name(name) else ""
@@ -258,7 +261,7 @@ class _Writer:
         return spelled(template, words, self._construct)
 
     def _construct(self, path: str, words: Iterator[str | None]) -> str:
-        """`Block(768, 3072)`, the arguments by name where there are many."""
+        """Returns `Block(768, 3072)`, with the arguments by name where there are many."""
         family, place = self.family_of[path]
         constants = family.constants[place]
         given = [next(words) for _ in constants]
@@ -277,7 +280,7 @@ class _Writer:
 
 
 def _common(statements: Sequence[Statement], words: Iterator[str | None], family: _Family) -> Statement:
-    """One line for all members: `self.name` where they differ, and as much of the comment as they share."""
+    """Makes one line for all members: `self.name` where they differ, and what their comments share."""
     first = statements[0]
 
     def word(match: re.Match[str]) -> str:
@@ -306,7 +309,7 @@ def _common_size(sizes: Sequence[int | str], family: _Family) -> int | str:
 
 
 def _own_name(modules: Sequence[nn.Module], values: Sequence[Any], hint: str, taken: Set[str]) -> str | None:
-    """An attribute of the model's own that has these values; better one that its constructor takes."""
+    """Finds an attribute of the model that has these values; those its constructor takes come first."""
     parameters = list(inspect.signature(type(modules[0]).__init__).parameters)
     names = [hint, *parameters, *vars(modules[0])]
     for name in names:

@@ -1,4 +1,4 @@
-"""A whole file: what the stage is, its classes, and a main that tries it out."""
+"""The whole file of a stage: what the stage is, its classes, and a main that tries it out."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def document(
     outputs: Sequence[Port],
     parameters: Sequence[str],
 ) -> str:
-    """The source of a stage."""
+    """Writes the source of a stage."""
     parts = [_classes(writer)]
     if all(port.spec.example_shape is not None for port in inputs):
         has_buffers = any("register_buffer(" in line for text in writer.classes for line in text.lines)
@@ -98,7 +98,11 @@ def _given(port: Port) -> str:
 
 
 def _returned(port: Port, inputs: Sequence[Port]) -> str:
-    """A value that came from another stage is handed on: cheaper for the links than from its maker."""
+    """Describes an output.
+
+    A value that another stage sent is passed on: for the links, that is cheaper than sending it once more
+    from the stage that made it.
+    """
     came = any(given.value == port.value and given.source is not None for given in inputs)
     places = [f"to stage {target}" for target in port.targets]
     if came and places:
@@ -116,7 +120,7 @@ def _holds(
     yield f"Holds {elements:,} parameters ({format_bytes(sum(spec.num_bytes for spec in specs))})."
     for name, canonical in writer.ties.items():
         first = writer.tied_to.get(name, canonical)
-        if first != canonical:  # of which the same is said
+        if first != canonical:  # whose own entry says the same
             yield from _entry(f"{plain(name)} is tied to {plain(first)}.")
             continue
         others = [
@@ -161,9 +165,13 @@ def _main(
     has_buffers: bool,
     has_whole_numbers: bool,
 ) -> list[str]:
-    """`has_whole_numbers` is whether some parameters are integers or truth values: no normal distribution has
-    them, and as indices others than 0 may be out of range."""
-    size = ".abs()" if any(port.spec.dtype.is_complex for port in outputs) else ""  # of complex numbers
+    """Writes `main`, which tries the stage out.
+
+    `has_whole_numbers` says whether some parameters are integers or booleans. No normal distribution has such
+    values, and as indices, any but 0 may be out of range.
+    """
+    # A backward needs a real number.
+    size = ".abs()" if any(port.spec.dtype.is_complex for port in outputs) else ""
     stage = free_name("stage", {port.name for port in inputs})
     fill = ["        nn.init.normal_(parameter, std=0.02)"]
     if has_whole_numbers:
@@ -180,7 +188,7 @@ def _main(
         f"    for parameter in {stage}.parameters():",
         *fill,
     ]
-    if has_buffers:  # what they hold is unknown until weights are loaded: an index would be out of range
+    if has_buffers:  # before weights are loaded they hold anything: an index could be out of range
         lines += [f"    for buffer in {stage}.buffers():", "        buffer.zero_()"]
     for port in inputs:
         lines += laid_out(f"{port.name} = {_random(port.spec)}", 4)
@@ -208,4 +216,4 @@ def _random(spec: TensorSpec) -> str:
     dtype = f", dtype=torch.{kind}" if kind else ""
     if spec.requires_grad:
         return f"torch.randn({shape}{dtype}, requires_grad=True)"
-    return f"torch.rand({shape}{dtype})"  # within what probabilities, masks and images are, as targets too
+    return f"torch.rand({shape}{dtype})"  # in the range of probabilities, masks, images and targets

@@ -18,7 +18,7 @@ from pd2bw_fx.source_check import WAYS_OUT
 from .limits import limit_of_a_type
 
 MAIN = "main"  # the function that tries a stage out
-# A string as `quoted` writes it, for patterns that look for other things.
+# Matches a string as `quoted` writes it, in patterns that must skip strings.
 STRING = r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'"""
 _RESERVED = frozenset(
     {
@@ -37,9 +37,10 @@ _RESERVED = frozenset(
 
 
 def literal(value: Any) -> str:
-    """Source for a constant of an exactly known type; TraceError for anything else.
+    """Returns the source of a constant of an exactly known type.
 
-    Types are compared, not tested by isinstance: a subclass may print as it likes.
+    Types are compared, not tested by isinstance: a subclass may print as it likes. Raises TraceError for a
+    constant of any other type.
     """
     if isinstance(value, np.generic):
         value = value.item()  # `nn.Linear(sizes[0], 8)` with numpy's sizes
@@ -71,7 +72,7 @@ def literal(value: Any) -> str:
 
 
 def _number(value: float) -> str:
-    """As Python prints it, but -1e9 for -1000000000.0."""
+    """Writes a float as Python prints it, but -1e9 for -1000000000.0."""
     text = float.__repr__(value).replace("e+", "e")
     if not math.isfinite(value):
         return f'float("{text}")'
@@ -82,8 +83,10 @@ def _number(value: float) -> str:
 
 
 def quoted(text: str) -> str:
-    """A string literal, every character outside plain ASCII escaped, in double quotes, as ruff format has it
-    unless there are fewer single ones in the text."""
+    """Writes a string literal, with every character outside plain ASCII escaped.
+
+    It is in double quotes, like ruff format's, unless the text has fewer single quotes than double ones.
+    """
     mark = "'" if text.count('"') > text.count("'") else '"'
     out = []
     for character in text:
@@ -104,32 +107,35 @@ def in_tuple(items: list[str]) -> str:
 
 
 def plain(text: str) -> str:
-    """Text for a comment or docstring: one line, printable, without quotes or backslashes."""
+    """Returns text for a comment or docstring: one line, printable, without quotes or backslashes."""
     return "".join(c if " " <= c <= "~" and c not in "\"'\\" else "?" for c in text)
 
 
 def is_plain_name(name: str) -> bool:
-    """An attribute that can be written as `module.name` without surprise."""
+    """Whether an attribute can be written as `module.name` without surprise."""
     return name.isascii() and name.isidentifier() and not keyword.iskeyword(name) and not is_guarded(name)
 
 
 def is_guarded(name: str) -> bool:
-    """One that no stage may have as an attribute: Python's own, or one that leads out of what it computes."""
+    """Whether no stage may have an attribute of this name.
+
+    Such names are Python's own, and those that lead out of what a stage computes.
+    """
     return name.startswith("__") or name in WAYS_OUT
 
 
 def is_number(name: str) -> bool:
-    """Returns whether the name is how Python prints a whole number: `01` is not."""
+    """Whether the name is how Python prints a whole number, unlike `01`."""
     return re.fullmatch("0|[1-9][0-9]*", name) is not None
 
 
 def are_numbered(names: Iterable[str]) -> bool:
-    """Whether names count from 0 up: those of a list's members."""
+    """Whether names count up from 0, as those of a list's members do."""
     return all(name == str(place) for place, name in enumerate(names))
 
 
 def identifier(text: str, *, fallback: str = "value") -> str:
-    """A safe local name: ASCII, no keyword, no builtin, none of the names that the file imports."""
+    """Returns a safe local name: ASCII, no keyword, no builtin, no name that the file imports."""
     name = re.sub(r"\W+", "_", text, flags=re.ASCII).strip("_")
     if not name or not name[0].isalpha():
         name = f"{fallback}_{name}" if name else fallback

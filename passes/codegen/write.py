@@ -1,4 +1,4 @@
-"""From a stage's tree to its classes: each distinct module once, however often it occurs."""
+"""Writes the classes of a stage's tree: each distinct module once, however often it occurs."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class StageWriter:
         self.classes: list[ClassText] = []
         self.functions: list[tuple[str, tuple[str, ...]]] = []
         self.root_name = root_name
-        self.ties: dict[str, str] = {}  # further names of tensors, with the graph's
-        self.tied_to: dict[str, str] = {}  # with the name in this stage that they are tied to, if it has one
+        self.ties: dict[str, str] = {}  # further name of a tensor -> its name in the graph
+        self.tied_to: dict[str, str] = {}  # further name of a tensor -> the one it is tied to here
         self._by_path: dict[str, list[Scope]] = defaultdict(list)
-        self._drafts: dict[str, Draft] = {}  # by path, what is inside first
-        self._attributes: dict[str, Attributes] = {}  # of classes, by path
+        self._drafts: dict[str, Draft] = {}  # by path, inner classes first
+        self._attributes: dict[str, Attributes] = {}  # by the path of the class
         self._methods: dict[int, str] = {}  # scope -> the method's name in its class
         self._idle: set[str] = set()  # layers that nobody calls
         for scope in walk(tree.root):
@@ -45,7 +45,7 @@ class StageWriter:
         self._from_outside = self._called_from_outside()
 
     def _called_from_outside(self) -> dict[str, list[Scope]]:
-        """For each class the calls of what it holds that are not its own: `self.encoder.norm(x)`."""
+        """Finds, for each class, calls of what it holds by other classes: `self.encoder.norm(x)`."""
         calls: dict[str, list[Scope]] = defaultdict(list)
         for scopes in self._by_path.values():
             for scope in scopes:
@@ -57,7 +57,7 @@ class StageWriter:
         return calls
 
     def _holder(self, path: str) -> str:
-        """The innermost class that a module stands in."""
+        """Returns the path of the innermost class that holds a module."""
         parts = path.split(".")
         above = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
         return next(
@@ -65,7 +65,7 @@ class StageWriter:
         )
 
     def write(self) -> Method:
-        """All classes, the root's last; returns the root's forward."""
+        """Writes all classes, the root's last; returns the root's forward."""
         method, *_ = self._draft_class("")
         taken = {MAIN, *dict(self.functions), *self.tree.function_names}
         self.classes = class_texts(list(self._drafts.values()), self.tree.modules, taken)
@@ -109,10 +109,10 @@ class StageWriter:
         return [method for _, method, _ in methods]
 
     def _distinct_methods(self, scopes: Sequence[Scope]) -> list[tuple[Method, list[Scope]]]:
-        """What the calls of a module do, in the order of the first calls that do it.
+        """Returns the distinct methods of a module with their calls, in the order of the first calls.
 
-        Values that come from elsewhere in a first round than in the others have other names there: as
-        arguments they have those of the most calls.
+        In a first round, values may come from elsewhere than in the others, and then have other names there.
+        As arguments they get the names that most calls have for them.
         """
         found: list[tuple[Method, list[Scope]]] = []
         for scope in scopes:
@@ -132,7 +132,10 @@ class StageWriter:
         return sorted(distinct, key=lambda entry: min(map(scopes.index, entry[1])))
 
     def _do_the_same(self, calls: Sequence[Scope], method: Method) -> bool:
-        """Whether calls are written as this method if their arguments have its names; they are then."""
+        """Whether calls are written as this method once their arguments have its names.
+
+        If so, they stay written that way; otherwise they are written with names of their own again.
+        """
         if len(self.tree.reads(calls[0])) + len(self.tree.symbols(calls[0])) != len(method.arguments):
             return False
         for scope in calls:
@@ -142,7 +145,7 @@ class StageWriter:
         return True
 
     def _write_inner(self, scope: Scope, attributes: Attributes) -> None:
-        """What a body calls, before the body: classes, layers and helper functions."""
+        """Writes what a body calls before the body: classes, layers and helper functions."""
         for item in scope.items:
             if not isinstance(item, Scope):
                 continue
@@ -152,7 +155,7 @@ class StageWriter:
                 attributes.add(_relative(item.path, scope.path), self._constructor(item))
 
     def _write_idle_layers(self, path: str, attributes: Attributes) -> None:
-        """Layers that nobody calls, where all of their tensors are held here, as what they are."""
+        """Adds layers that nobody calls, as layers, where all of their tensors are held here."""
         owned = self.tree.owned[path]
         for holder in sorted({name.rpartition(".")[0] for name in owned} - {path}):
             module = self._module_at(holder)
@@ -165,7 +168,7 @@ class StageWriter:
                 self._idle.add(holder)
 
     def _constructor(self, scope: Scope) -> Template:
-        """What builds the module of a call; its class is drafted first, if it has one."""
+        """Returns what builds the module of a call; if the module has a class, that is drafted first."""
         if self.tree.is_layer(scope):
             return constructor(self.tree.modules[scope.path])
         if not self.tree.is_chain(scope):
@@ -175,7 +178,7 @@ class StageWriter:
         return sequential(self._members(scope))
 
     def _members(self, scope: Scope) -> dict[str, Template]:
-        """What builds the members of a nn.Sequential, by name."""
+        """Returns what builds the members of an nn.Sequential, by name."""
         called = {s.path: self._constructor(s) for s in scope.items if isinstance(s, Scope)}
         idle = Fixed("nn.Identity()")
         names = [name for name, _ in self.tree.modules[scope.path].named_children()]
@@ -209,7 +212,7 @@ class StageWriter:
         return self.tree.modules.get(path)
 
     def _tensor(self, name: str) -> tuple[Template, str]:
-        """What builds a parameter or buffer that no layer holds."""
+        """Returns what builds a parameter or buffer that no layer holds, and its kind."""
         spec = self._spec(name)
         few = few_numbers(self.tree.graph, spec.name)
         if few is not None:
@@ -235,7 +238,7 @@ class StageWriter:
         return next(spec for spec in specs if name in spec.tied_names)
 
     def _root_endings(self, attributes: Attributes) -> list[str]:
-        """Ties between modules of this stage, and parameters that are not trained."""
+        """Returns the lines that tie modules of this stage, and those that freeze parameters."""
         endings = []
         held = self.held_names()
         layers = self._idle | {s.path for s in walk(self.tree.root) if self.tree.is_layer(s)}
@@ -258,12 +261,12 @@ class StageWriter:
         target = attributes.refer(name)
         if not target.endswith(")"):
             return f"{target} = {value}"
-        holder, _, last = name.rpartition(".")  # what is reached by a call only
+        holder, _, last = name.rpartition(".")  # it can only be reached by a call
         kind = "parameter" if self._spec(name).name in self.tree.graph.parameters else "buffer"
         return f"{attributes.refer(holder)}.register_{kind}({quoted(last)}, {value})"
 
     def held_names(self) -> dict[str, str]:
-        """Every parameter and buffer of the stage by its local name, with its name in the graph."""
+        """Maps the local name of every parameter and buffer of the stage to its name in the graph."""
         held: dict[str, str] = {}
         for scope in walk(self.tree.root):
             if self.tree.is_layer(scope):
@@ -280,7 +283,7 @@ def _typed(dtype: str) -> Part:
 
 
 def _relative(name: str, path: str) -> str:
-    """A name of the whole model as the module at `path` knows it."""
+    """Returns a name of the whole model as the module at `path` knows it."""
     return name[len(path) + 1 :] if path else name
 
 
@@ -296,7 +299,7 @@ def _returned(scope: Scope, tree: StageTree) -> str:
 
 
 def docstring(text: ClassText) -> list[str]:
-    """What a class is in the original model."""
+    """Returns the docstring of a class, which says what it is in the original model."""
     paths = [plain(path) for path in text.paths]
     from_to = f"{paths[0]} to {paths[-1]} ({len(paths)} of them)"
     part = "" if text.whole else "This stage's part of "

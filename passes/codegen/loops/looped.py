@@ -18,8 +18,11 @@ _BRACKETS_OF_A_CALL = re.compile(r"(?<![\w)\]])\((sum\(\w+\))\)")
 
 
 class Looped:
-    """The body with a loop, its names by `naming`; what a name stands for before the first round is renamed
-    where it is made, or given the name in front of the loop."""
+    """A body with a loop in place of rounds, whose names are chosen by `naming`.
+
+    A value from before the first round that the loop reads under a name of its own is renamed where it is
+    made, or given that name in front of the loop.
+    """
 
     def __init__(
         self, rounds: Rounds, counted: Counting, naming: Callable[[TokenAt], str], *, renames: bool
@@ -28,7 +31,7 @@ class Looped:
         self.names = {place: naming(place) for place in rounds.makers()}
         self.renamed: dict[int | str, str] = {}
         self.second: list[str] = []
-        self.befores: dict[TokenAt, str] = {}  # the round before's, where a round has made its own meanwhile
+        self.befores: dict[TokenAt, str] = {}  # what the round before made, once a round has its own
         for place, value in rounds.links.before.items():
             name = self.names[place]
             stands = value if isinstance(value, str) else rounds.flow.name(*rounds.flow.makers[value])
@@ -45,7 +48,7 @@ class Looped:
         self.rows[-1] += [line_of(f"{b} = {self.names[place]}").tokens for place, b in self.befores.items()]
 
     def _is_for_rounds_alone(self, value: int | str, place: TokenAt) -> bool:
-        """Whether a value from before is read where rounds read what this place makes, and nowhere else."""
+        """Whether a value from before is read only where rounds read what this place makes."""
         rounds = self.rounds
         if isinstance(value, str) or rounds.flow.makers[value][1] < 0:
             return False
@@ -57,7 +60,7 @@ class Looped:
         )
 
     def _row(self, line: int) -> Iterator[tuple[Token, ...]]:
-        """The tokens of a round's line, and of what puts its results into lists."""
+        """Yields the tokens of a round's line, and those of lines that put its results into lists."""
         rounds = self.rounds
         source = rounds.lines[rounds.start + line]
         tokens = list(source.tokens)
@@ -83,7 +86,7 @@ class Looped:
             yield line_of(f"{entry.name}.append({self.names[place]})").tokens
 
     def _is_read(self, place: TokenAt) -> bool:
-        """Whether what a place makes is read, but for the list."""
+        """Whether what a place makes is read otherwise than from the list."""
         rounds = self.rounds
         if any(maker == place and key != place for key, maker in rounds.links.carried.items()):
             return True
@@ -92,7 +95,7 @@ class Looped:
         return not inside.issuperset(rounds.whole.reads_from(rounds.end, last))
 
     def _outside(self, number: int) -> tuple[Token, ...]:
-        """A line in front of the loop or behind it."""
+        """Returns the tokens of a line in front of the loop or behind it."""
         rounds = self.rounds
         line, tokens = rounds.lines[number], list[Token]()
         if line.is_loop:

@@ -1,4 +1,4 @@
-"""Runs of lines that are equal but for the member of a container, rolled up into loops over it."""
+"""Rolls up runs of lines that differ only in the member of a container into loops over the container."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pd2bw_fx.passes.codegen.literals import STRING, is_number, is_plain_name
 from pd2bw_fx.passes.codegen.method import Statement
 
 _LONGEST_BODY = 6
-_DEEPEST = 3  # containers in one another that a loop is looked for in
+_DEEPEST = 3  # nested containers in which loops are looked for
 
 
 def rolled(statements: Sequence[Statement], attributes: Attributes) -> list[Statement | Loop]:
-    """Statements that repeat for every member of a container, as a loop over it.
+    """Writes statements that repeat for every member of a container as a loop over it.
 
-    Lines that are equal but for the member's number do the same one after another as in a loop. Where their
-    lines differ, the last one's serves for all.
+    Lines that are equal except for the member's number do the same one after another as in a loop. Where the
+    author's lines differ, the last one stands for all.
     """
     found: list[Statement | Loop] = []
     plain = (REFERENCE.sub("", statement.text) for statement in statements)
@@ -42,9 +42,9 @@ def rolled(statements: Sequence[Statement], attributes: Attributes) -> list[Stat
 def _loop_at(
     statements: Sequence[Statement], length: int, attributes: Attributes, words: set[str], level: int
 ) -> tuple[Loop, int] | None:
-    """The loop that begins here with a body of this length, and how many statements it is for.
+    """Returns the loop that begins here with a body of this length, and how many statements it replaces.
 
-    It goes over containers that stand in `level` others.
+    It goes over containers that are nested in `level` others.
     """
     members = _members(statements[:length], attributes, level)
     spans = {(tuple(member.container.keys), member.start) for member in members.values()}
@@ -91,14 +91,14 @@ def _are_numbers(keys: Sequence[str], span: range) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """A container that a body refers to, and where in it the body's member stands."""
+    """A container that a body refers to, and the place in it of the member that the body refers to."""
 
     container: Container
     start: int
 
 
 def _members(chunk: Sequence[Statement], attributes: Attributes, level: int) -> dict[str, _Member]:
-    """The containers that a chunk refers to, by path."""
+    """Finds the containers that a chunk refers to, by path."""
     members: dict[str, _Member] = {}
     for statement in chunk:
         for path in REFERENCE.findall(statement.text):
@@ -117,7 +117,7 @@ def _container_of(path: str, attributes: Attributes, level: int) -> Container | 
 
 
 def _within(holder: str) -> str:
-    """What the paths of a container's members begin with; that of the module itself is ""."""
+    """Returns what the paths of a container's members begin with; for the module itself it is ""."""
     return f"{holder}." if holder else ""
 
 
@@ -127,7 +127,7 @@ def _body(
     members: dict[str, _Member],
     attributes: Attributes,
 ) -> list[str] | None:
-    """The chunk's texts with the members of this key marked; None if it refers to another key's."""
+    """Returns the chunk's texts with the members of this key marked; None if it refers to another key's."""
     texts = []
     for statement in chunk:
         text = statement.text
@@ -150,11 +150,13 @@ _WORD = re.compile(f"\ue000[^\ue001]*\ue001|\ue002[^\ue003]*\ue003|{STRING}|\\.?
 
 
 def _first_input(first: Sequence[str], other: Sequence[str]) -> str | None:
-    """`hidden = image`, where the first round reads another value than what the rounds hand on, and nothing
-    else is otherwise in it."""
+    """Returns `hidden = image` where the first round reads another value than what the rounds hand on.
+
+    The first round may differ in nothing else.
+    """
     found: tuple[str, str] | None = None  # what the rounds hand on, and what the first one reads
     assigned: set[str] = set()
-    kept: set[str] = set()  # read from before the round in all of them
+    kept: set[str] = set()  # what all rounds read from before the round
     for text, wanted in zip(first, other, strict=True):
         target, _, value = text.rpartition(" = ")
         target_of_other, _, value_of_other = wanted.rpartition(" = ")
@@ -179,7 +181,7 @@ def _first_input(first: Sequence[str], other: Sequence[str]) -> str | None:
 def _loop_names(
     members: dict[str, _Member], counter: str | None, words: set[str], attributes: Attributes
 ) -> dict[str, str]:
-    """What the body calls the member of each container; of a part of a dict, by its number."""
+    """Returns what the body calls the member of each container; part of a dict is indexed by number."""
     names: dict[str, str] = {}
     for holder, member in members.items():
         if counter is not None:
@@ -193,7 +195,7 @@ def _loop_names(
 
 
 def _member_names(holder: str, *, is_alone: bool) -> list[str]:
-    """What a member of a container may be called, best first: a block of `blocks`, a conv beside a norm."""
+    """Lists names for a member of a container, best first: a block of `blocks`, a conv beside a norm."""
     last = holder.rpartition(".")[2]
     if len(last) < 3 or not is_plain_name(last):
         return ["block", "block_module"]
@@ -220,8 +222,9 @@ def _header(
         return f"for {counter} in range({keys[span.start]}, {int(keys[span.start]) + len(span)}):"
     cut = f"[{span.start or ''}:{'' if span.stop == len(keys) else span.stop}]"
     cut = "" if len(span) == len(keys) else cut
+    # A slice of `self` would be another instance of the class: list(self) gives the members.
     sources = [
-        (attributes.refer(holder) if holder or not cut else "list(self)")  # a slice is of the class itself
+        (attributes.refer(holder) if holder or not cut else "list(self)")
         + (cut if member.container.is_list else ".values()")
         for holder, member in members.items()
     ]

@@ -1,4 +1,4 @@
-"""Rounds of a loop of the author's, which a trace has one after another, as a loop again.
+"""Rolls up the rounds of an author's loop, which a trace has one after another, into a loop again.
 
 h = self.cell(x[:, 0], h)
 out = self.out(h)                       outs = []
@@ -8,9 +8,9 @@ h = self.cell(x[:, 2], h)                   outs.append(self.out(h))
 out_3 = self.out(h)                     return torch.stack(outs, dim=1)
 return torch.stack([out, out_2, out_3], dim=1)
 
-Rounds are lines of the same places in the author's source which differ in numbers that count up, and in the
+Rounds are lines from the same places in the author's source that differ in numbers that count up, and in the
 names of what they make. A loop is taken only if it computes the same in the same order: it is unrolled again
-and held against the lines that there were.
+and compared with the lines that were there.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .rounds import Rounds
 from .tokens import computed
 
 _LONGEST_ROUND = 40
-_LEAST_SAVED = 1  # lines
-_MOST_FOR_A_BEGINNING = 2  # lines
+_LEAST_SAVED = 1  # lines that a loop must save
+_MOST_FOR_A_BEGINNING = 2  # lines that a loop may take more to begin where the author's does
 
 
 def in_rounds(entries: Sequence[Entry], attributes: Attributes) -> list[Entry]:
-    """The body with its rounds rolled up, inner loops first."""
+    """Rolls up the rounds in a body into loops, inner loops first."""
     body = BodyLines(list(resolved_entries(entries, attributes)))
     rolled = _rolled_once(body)
     if rolled is None:
@@ -45,7 +45,7 @@ def in_rounds(entries: Sequence[Entry], attributes: Attributes) -> list[Entry]:
 
 
 def _rolled_once(body: BodyLines) -> list[Entry] | None:
-    """With the first loop that there is."""
+    """Rolls up the first loop that there is; None where there is none."""
     whole = len(body.entries)
     for start in range(whole):
         for length in range(1, min(_LONGEST_ROUND, (whole - start) // 2) + 1):
@@ -56,8 +56,11 @@ def _rolled_once(body: BodyLines) -> list[Entry] | None:
 
 
 def _turned(body: BodyLines, start: int, length: int, rolled: list[Entry]) -> list[Entry]:
-    """Of the loops of such rounds one that begins where the author's do and leaves least outside, though some
-    lines more are needed for what it begins with."""
+    """Chooses, among loops of the same rounds, where a round begins.
+
+    The best one begins where the author's rounds do and leaves least outside, and may take some more lines
+    for that.
+    """
     found = [(start, rolled)]
     for other in range(start + 1, start + length):
         if _is_the_authors(body.entries, found[0], length) or body.most_rounds(other, length) < 2:
@@ -71,7 +74,7 @@ def _turned(body: BodyLines, start: int, length: int, rolled: list[Entry]) -> li
 
 
 def _is_the_authors(body: Sequence[Entry], found: tuple[int, list[Entry]], length: int) -> bool:
-    """Whether a loop is all of the author's, or of none."""
+    """Whether a loop covers all of an author's loop, or its first line is in no loop of theirs."""
     start, rolled = found
     first = body[start]
     loop = first.round.loop if isinstance(first, Statement) else ""
@@ -80,7 +83,7 @@ def _is_the_authors(body: Sequence[Entry], found: tuple[int, list[Entry]], lengt
 
 
 def _begins_a_round(body: Sequence[Entry], start: int, length: int) -> bool:
-    """Whether the first of these lines is the author's first of that loop."""
+    """Whether the first of these lines is the first line of a round of the author's loop."""
     rounds = [entry.round for entry in body[start : start + length] if isinstance(entry, Statement)]
     first = body[start]
     return isinstance(first, Statement) and first.round.number == min(place.number for place in rounds)
@@ -97,7 +100,7 @@ def _rolled(body: BodyLines, start: int, length: int) -> list[Entry] | None:
         rolled = _as_loop(Rounds(completed(body, start, end, last), start, length), most + 1)
         if rolled is not None and _is_shorter(rolled, body):
             return rolled
-    for number in (most, most - 1):  # what the last one makes may go elsewhere
+    for number in (most, most - 1):  # what the last round makes may go elsewhere
         rolled = _as_loop(rounds, number) if number > 1 else None
         if rolled is not None:
             return rolled if _is_shorter(rolled, body) else None
@@ -109,7 +112,7 @@ def _is_shorter(rolled: Sequence[Entry], body: BodyLines) -> bool:
 
 
 def _as_loop(rounds: Rounds, number: int) -> list[Entry] | None:
-    """The body with a loop of this number of rounds, if it computes the same."""
+    """Returns the body with a loop of this number of rounds, if it computes the same."""
     counted = rounds.found(number)
     if counted is not None:
         for naming, renames in itertools.product(rounds.namings, (True, False)):
