@@ -66,10 +66,10 @@ __all__ = ["WIDTH", "generate"]
 
 
 def generate(graph: OperatorGraph, plan: Plan) -> tuple[StageProgram, ...]:
-    """The program of every stage of the plan. The same graph and plan give the same bytes.
+    """Generates the program of every stage of the plan; the same graph and plan give the same bytes.
 
-    Any assignment without a way back is legal, whether or not its stages are contiguous. Raises TraceError
-    for a constant or function of the model that cannot be written as source.
+    Any assignment in which no value goes back to an earlier stage is legal, contiguous or not. Raises
+    TraceError for a constant or function of the model that cannot be written as source.
     """
     cuts = cut(graph, plan)
     trees = [StageTree(graph, stage) for stage in cuts]
@@ -80,20 +80,22 @@ def generate(graph: OperatorGraph, plan: Plan) -> tuple[StageProgram, ...]:
 
 
 def _names_of_what_crosses(cuts: Sequence[Cut], trees: Sequence[StageTree]) -> dict[str, str]:
-    """One name for each value that a stage gives, in all stages that have it: what the model calls it, else
-    what its reader will. Two of one name are never given by one stage, nor taken by one."""
+    """Names each value that a stage gives, in all stages that have it.
+
+    The name is the model's, or else the reader's. No stage gives, or takes, two values of one name.
+    """
     names: dict[str, str] = {}
     for stage, tree in zip(cuts, trees, strict=True):
         given = tree.gives(tree.root)
         for node in given:
             if node.name in names:
-                continue  # handed on
+                continue  # passed on
             beside = [*given, *(other for at in stage.targets[node.name] for other in cuts[at].inputs)]
             taken = {names[other.name] for other in beside if other.name in names}
             taken |= {identifier(other.name) for other in beside if other.op == "placeholder"}
             base = identifier(stage.model_outputs.get(node.name) or argument_name(tree, tree.root, node))
             name = free_name(base, taken)
-            if name != base:  # a number that the stage takes a value of is no other's
+            if name != base:  # a numbered name must not be that of a value the stage takes
                 taken |= {names[other.name] for other in stage.inputs if other.name in names}
                 name = free_name(base, taken)
             names[node.name] = name
