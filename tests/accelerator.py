@@ -58,7 +58,7 @@ class _OnDevice(Tensor):
 
 
 class Accelerator(TorchDispatchMode):
-    """Within it tensors can be made on DEVICE."""
+    """Makes tensors on DEVICE where a function asks for them, while the mode is entered."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

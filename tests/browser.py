@@ -51,13 +51,13 @@ class Page:
         self.frames()
 
     def run(self, expression: str) -> Any:
-        """The value of a JavaScript expression, awaited."""
+        """Returns the value of a JavaScript expression, awaited if it is a promise."""
         answer = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     def frames(self) -> None:
-        """Until what was asked for is drawn."""
+        """Waits until the page is drawn."""
         self.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(0))))")
 
     def click(self, x: float, y: float) -> None:
@@ -122,7 +122,7 @@ class Page:
 
 @contextmanager
 def browser() -> Iterator[Page]:
-    """A fresh Chromium with a profile of its own; both are gone afterwards."""
+    """Starts a Chromium with a new profile; ends it and removes the profile afterwards."""
     assert PROGRAM is not None, "no Chromium is installed"
     to_browser, write = os.pipe()
     read, from_browser = os.pipe()

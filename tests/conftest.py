@@ -1,4 +1,4 @@
-"""What a run of the suite has for itself: measured times, and the process that workers are forked from."""
+"""Fixtures, options and order of all tests. README.md says which files test what, and how to run them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tests.programs.elsewhere import choose
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Times that are measured in this run are cached in a folder of its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -26,14 +27,14 @@ def _own_cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_nursery() -> Iterator[None]:
-    """For all training runs of this process: torch is imported for their workers once."""
+    """All training runs of this process fork their workers from one process, which imports torch once."""
     with kept_nursery():
         yield
 
 
 @pytest.fixture
 def methods_kept() -> Iterator[None]:
-    """What a test registers is not known to the next one."""
+    """Forgets, after the test, the methods that it has registered."""
     before = dict(METHODS)
     yield
     METHODS.clear()
@@ -41,7 +42,7 @@ def methods_kept() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", help="where engines train that a test tells nothing else, such as cuda")
+    parser.addoption("--device", help="where engines train that a test gives no device, such as cuda")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -52,14 +53,17 @@ def _on_device(request: pytest.FixtureRequest) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Tests leave little: a tenth of their time went into looking for garbage in what was imported."""
+    """Collects garbage less often: a tenth of the time went into searching what was imported."""
     youngest, middle, oldest = gc.get_threshold()
     gc.set_threshold(10 * youngest, middle, 4 * oldest)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that start processes of their own take longest and wait a good part of it, in which the other
-    worker can compute: they come first, so that both end together, and each is followed by another file."""
+    """Puts files that start processes first, each followed by one that does not.
+
+    They take longest, so that both workers then end at about the same time, and wait for a good part of it,
+    in which the other worker can compute.
+    """
     starting = {"torchrun", "torchrun_of_forks"}
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
@@ -74,7 +78,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    """This process is a group of one."""
+    """Makes this process a process group of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield

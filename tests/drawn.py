@@ -1,4 +1,4 @@
-"""Things to draw, and how to read what was drawn of them, for the tests of pictures and reports."""
+"""Examples to draw, and readers of the pictures, for the tests of pictures and reports."""
 
 import re
 from xml.etree import ElementTree
@@ -15,7 +15,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def two_ranks(num_microbatches: int = 4, *, method: str = "2bw") -> Timeline:
-    """Both ranks: F (1 s) and B (2 s) in turn, one update of no length for each, versions 0, 0, 1, 2, ..."""
+    """Both ranks run F (1 s), B (2 s) and an update of no length for each; versions 0, 0, 1, 2, ..."""
     events = []
     for rank in range(2):
         now = float(rank)
@@ -29,7 +29,7 @@ def two_ranks(num_microbatches: int = 4, *, method: str = "2bw") -> Timeline:
 
 
 def boxes(picture: str, pattern: str) -> list[ElementTree.Element]:
-    """The rectangles with a tooltip (so none of the legend) whose class is like this."""
+    """Returns the rectangles of the matching classes that have a tooltip, which the legend's have not."""
     found = ElementTree.fromstring(picture).iter(f"{SVG}rect")
     return [
         r for r in found if r.find(f"{SVG}title") is not None and re.fullmatch(pattern, r.get("class", ""))
@@ -61,7 +61,7 @@ def two_operators() -> OperatorGraph:
 
 
 def chains(num_stages: int, length: int) -> tuple[OperatorGraph, Plan]:
-    """Each stage a chain of so many operators; every third also reads the mask, which each stage makes."""
+    """Makes stages that are chains of operators; every third reads `mask` too, which each stage makes."""
     spec = TensorSpec(("batch", 8), torch.float32, True, (2, 8))
     operators = {
         "mask": Operator("mask", "aten.gt.Scalar", "", "Net", ("x",), outputs=(spec,), is_replicable=True)

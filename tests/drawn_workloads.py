@@ -1,4 +1,4 @@
-"""Small workloads with drawn nodes, edges and colours, and their instances by order of the devices."""
+"""Draws small workloads at random, and makes their instances for each order of the devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An operator graph held against its eager model: loss, gradients and buffers, to the last bit."""
+"""Compares an operator graph with its eager model: loss, gradients and buffers, to the last bit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def graph_of(model: nn.Module, batch: Batch) -> OperatorGraph:
 
 
 def assert_same(model: nn.Module, graph: OperatorGraph, batch: Batch, *, tolerance: float = 0.0) -> None:
-    """Loss, every gradient and every buffer, eager against the graph, with the same random draws."""
+    """Compares the graph with the eager model, with the same random draws: loss, gradients and buffers."""
     assert graph.fx is not None
     eager = copy.deepcopy(model)
     torch.manual_seed(7)

@@ -1,4 +1,4 @@
-"""Programs in forks of a process that has imported torch: each import takes a rank some five seconds."""
+"""Runs programs in forks of a process that has imported torch, as an import takes some five seconds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 
 
 class Fork:
-    """As far as tests need it, the `subprocess.Popen` of a program and its arguments."""
+    """Runs a program with arguments; has as much of `subprocess.Popen` as the tests need."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Fork:
         environment: Mapping[str, str] = os.environ,
         folder: Path | None = None,
     ) -> None:
-        """`main` runs in the program's place, with all of the words as sys.argv."""
+        """`words` are the program's sys.argv, its path first; `main`, if given, runs instead of that file."""
         self._words = list(words)
         self._folder = tempfile.TemporaryDirectory()
         self._files = [Path(self._folder.name) / name for name in ("stdout", "stderr")]
@@ -77,7 +77,7 @@ def _run(
     folder: Path | None,
     files: list[Path],
 ) -> None:
-    """To the end, as an interpreter goes there: multiprocessing leaves out what is registered for it."""
+    """Runs the program and ends as an interpreter does; multiprocessing would skip threads and atexit."""
     for descriptor, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY), descriptor)
     os.environ.clear()

@@ -1,4 +1,4 @@
-"""What processes there are, for the tests of what starts and ends them."""
+"""Finds running processes, for the tests of what starts and ends them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pd2bw_fx.runtime import nursery
 
 
 def children_of(parent: int) -> list[int]:
-    """By number, which is the order in which they were started."""
+    """Returns the ids of the child processes in ascending order, which is that of their start."""
     with subprocess.Popen(["ps", "-eo", "ppid=,pid="], stdout=subprocess.PIPE, text=True) as listing:
         assert listing.stdout is not None
         pairs = [tuple(map(int, line.split())) for line in listing.stdout]
@@ -16,7 +16,7 @@ def children_of(parent: int) -> list[int]:
 
 
 def kept_process() -> subprocess.Popen[bytes]:
-    """The process that this process's workers are forked from; `conftest.py` keeps it."""
+    """Returns the process that this process's workers are forked from; `conftest.py` keeps it."""
     assert nursery._kept is not None
     assert nursery._kept._process is not None
     return nursery._kept._process

@@ -1,4 +1,4 @@
-"""A value that every later stage reads, on two nodes with a slow link; one that is made of weights alone."""
+"""Models with a value that several stages read: an encoding, and rows that are made of weights alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NEAR, FAR = 1e9, 1e6  # bytes per second
 
 
 class Readers(nn.Module):
-    """What `encode` makes is read by every layer behind it, as a decoder's do with what was encoded."""
+    """Every layer reads what `encode` returns, as a decoder's layers read an encoding."""
 
     def __init__(self, num_layers: int = 3) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class UnitRows(nn.Module):
 
 
 class SharedRows(nn.Module):
-    """What `rows` makes of its weight is used in its own stage and in the one after it."""
+    """What `rows` returns is made of its weight, and used in its own stage and in the next one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class SharedRows(nn.Module):
 
 
 def two_nodes(num_devices: int, far_bytes_per_s: float, near_bytes_per_s: float = NEAR) -> Cluster:
-    """The first device alone, the others together."""
+    """Makes a cluster with the first device on one node and the others on another."""
     rates = [
         [far_bytes_per_s if (a == 0) != (b == 0) else near_bytes_per_s for b in range(num_devices)]
         for a in range(num_devices)
@@ -77,7 +77,7 @@ def readers(num_layers: int = 3) -> Readers:
 def readers_in_stages(
     far_bytes_per_s: float, *, near_bytes_per_s: float = NEAR, num_layers: int = 3, **options: Any
 ) -> tuple[nn.Module, pd2bw_fx.Pipeline]:
-    """A stage for what is read, and one for each layer."""
+    """Splits `Readers` into a stage for `encode` and one for each layer."""
     model = readers(num_layers)
     at = {"encode": 0} | {f"layers.{number}": number + 1 for number in range(num_layers)}
     pipe = pd2bw_fx.split(

@@ -1,4 +1,4 @@
-"""From a model to its generated stages, for the tests of what they compute and how they read."""
+"""Makes generated stages of a model, for the tests of what they compute and how they read."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def planned(case: Case, num_stages: int) -> Plan:
 
 
 def by_hand(case: Case, stage_of_block: Mapping[str, int], device_name: str = "cpu:0") -> Plan:
-    """A plan of a given assignment; stages nobody is assigned to are left out."""
+    """Makes a plan from the stage of each block; stages without a block are left out."""
     numbers = {stage: i for i, stage in enumerate(sorted(set(stage_of_block.values())))}
     members: list[list[str]] = [[] for _ in numbers]
     for block in case.problem.blocks:
@@ -100,7 +100,7 @@ def compared(case: Case, plan: Plan, programs: Sequence[StageProgram] | None = N
 def run_stages(
     case: Case, programs: Sequence[StageProgram], inputs: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Forward through the stages; model outputs by name."""
+    """Runs a forward through the stages; returns the model's outputs by name."""
     values: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
     for program in programs:

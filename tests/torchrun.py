@@ -1,4 +1,4 @@
-"""Runs a program of tests/programs under torchrun."""
+"""Runs programs of tests/programs under torchrun."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def torchrun(
 def torchrun_of_forks(
     num_processes: int, program: str | Path, *arguments: str | Path, folder: Path | None = None, **more: str
 ) -> subprocess.CompletedProcess[str]:
-    """torchrun, whose ranks are forks of a process that has imported torch: for what ranks compute."""
+    """Runs torchrun with ranks that are forked with torch imported, for tests of what ranks compute."""
     words = ["torchrun", "--nproc-per-node", str(num_processes), "--start-method", "fork", "--run-path"]
     words += [str(PROGRAMS / program), *map(str, arguments)]
     process = Fork(words, _torchrun, environment(**more), folder)
@@ -53,9 +53,9 @@ def torchrun_of_forks(
 def at_once(
     commands: Sequence[Sequence[str]], folder: Path | None = None, **more: str
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Each on a machine of its own, as far as a process is one: output and errors are one text.
+    """Runs commands side by side, each as on a machine of its own; stdout of a result has stderr too.
 
-    A torchrun that does not end is ended with the others, and what each has said is told.
+    If a torchrun does not end in time, all are terminated, and the assertion shows the output of each.
     """
     with ExitStack() as stack:
         outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in commands]
@@ -103,7 +103,7 @@ def free_port() -> int:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Of a program that finds this package."""
+    """Returns the environment of a program that can import this package and its tests."""
     path = os.pathsep.join([str(PROGRAMS.parents[1]), os.environ.get("PYTHONPATH", "")])
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | more
 

@@ -1,4 +1,4 @@
-"""A pipeline's training held against the rule on the whole model in one process."""
+"""Compares a pipeline's training with the update rule on the whole model in one process."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ _sgd = functools.partial(torch.optim.SGD, lr=0.05)
 def assert_trained_by_the_rule(
     model: nn.Module, pipe: pd2bw_fx.Pipeline, batches: Sequence[Any], **reference: Any
 ) -> None:
-    """2BW on local processes in float64, two microbatches an update: losses, parameters and buffers are
-    those of `train_reference` (which takes `reference`: a loss_fn)."""
+    """Trains with 2BW on local processes in float64, with two microbatches an update.
+
+    Losses, parameters and buffers have to be those of `train_reference`, whose loss_fn is `reference`.
+    """
     settings: dict[str, Any] = {"optimizer": _sgd, "microbatches_per_update": 2}
     expected = train_reference(model, batches, **settings, **reference)
     result = pipe.train_local(batches, **settings)
