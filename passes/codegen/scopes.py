@@ -54,7 +54,7 @@ class Line:
 
     @property
     def module_of_torch(self) -> str | None:
-        """ "torch.nn.modules.loss" for a line in a forward of torch's own, or None for an author's line."""
+        """The torch module that the line is in ("torch.nn.modules.loss"), or None for an author's line."""
         folder, _, name = self.file.rpartition("/")
         if self.file == _FUNCTIONS_OF_TORCH:
             return nn.functional.__name__

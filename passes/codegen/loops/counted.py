@@ -16,7 +16,7 @@ _OPERATORS = re.compile(r"[-+*/%@.]|\*\*|//")
 
 @dataclass(frozen=True, slots=True)
 class Counting:
-    """How a loop counts.
+    """How a loop counts: the values of its counter, and the tokens that stand for changing numbers.
 
     `values` are the counter's values round by round, as they are written. `tokens` has the token that
     replaces the changing number at each place.

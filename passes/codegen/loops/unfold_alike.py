@@ -1,7 +1,4 @@
-"""Unfolds alike in all rounds of a loop: where one value gets a line of its own, so do those beside it.
-
-These are the values at the same place of the other rounds.
-"""
+"""Where a value gets a line of its own, gives one to those at its place in the loop's other rounds too."""
 
 from __future__ import annotations
 
