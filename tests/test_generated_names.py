@@ -303,3 +303,48 @@ def test_what_is_added_to_a_part_is_put_in_its_place_once() -> None:
 
     assert source.count(".select_scatter(") == 1
     assert source.count(".slice_scatter(") == 1
+
+
+class _Tagging(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent, self.cell = nn.LSTM(4, 4, batch_first=True), nn.GRUCell(4, 4)
+        self.embed = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, (h_n, c_n) = self.recurrent(x)
+        h = h_n[-1] + c_n[-1]
+        states = []
+        for t in range(6):
+            h = self.cell(self.embed(x[:, t]), h)
+            states.append(h)
+        return (torch.stack(states, 1) + out).mean()
+
+
+def test_states_of_a_recurrent_layer_and_of_a_cell_have_the_authors_names() -> None:
+    found = _statements(_Tagging(), torch.randn(2, 6, 4))
+
+    assert {"out, (h_n, c_n) = self.recurrent(x)", "h = h_n[-1] + c_n[-1]"} <= found.keys()
+    assert "h = self.cell(self.embed(x[:, t]), h)" in found
+
+
+class _Subtracting(nn.Module):
+    """Inner operations are of the outermost one's kind, and too many for one line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        h = h.sigmoid().square() - (h.square().square() - (-(self.b(h).tanh().square() - self.a(h.square()))))
+        return h.mean()
+
+
+def test_an_inner_operation_of_the_outermost_ones_kind_has_not_the_statements_name() -> None:
+    found = _statements(_Subtracting(), torch.randn(2, 4))
+
+    assert [text for text in found if text.startswith("h = ")] == [
+        "h = self.a(x)",
+        "h = square - difference",
+    ]

@@ -15,9 +15,10 @@ from pd2bw_fx.untraced_operands import NAMESPACE as UNTRACED
 from .idioms import normalization
 from .layers import LAYERS_GIVING_TUPLES
 from .literals import identifier
+from .outermost import is_outermost_call, is_outermost_operator
 from .scopes import Line, Scope, line_at, module_calls
 from .stage_tree import StageTree
-from .statements import appended_list, calls_one, filled_name, is_outermost, returns_a_list
+from .statements import appended_list, calls_one, filled_name, returns_a_list, state_names
 
 # What a value is called that its author gave no name.
 _RESULT_NAMES = {
@@ -115,8 +116,11 @@ def is_final(node: fx.Node, depth: int) -> bool:
     readers = [line_at(u, depth) for u in node.users if module_calls(u)[:depth] == calls]
     # On the line itself, or in a function that it calls.
     beside = [reader for reader in readers if reader is not None and reader.chain[: len(chain)] == chain]
-    is_call = len(module_calls(node)) > depth
-    return not beside or is_outermost(line.code, operator_name(node), is_call=is_call)
+    if not beside:
+        return True
+    if len(module_calls(node)) > depth:
+        return is_outermost_call(line.code, module_calls(node)[depth][1])
+    return is_outermost_operator(line.code, node)
 
 
 def name_of_filled(node: fx.Node, line: Line | None) -> str | None:
@@ -204,10 +208,12 @@ def state_name(tree: StageTree, node: fx.Node) -> str | None:
         return None
     place = int(str(node.args[1]))
     line = line_at(node, len(calls) - 1)
-    names = line.assigned if line is not None and calls_one(line.code, calls[-1][1]) else ()
-    has_pair = isinstance(layer, nn.LSTM)  # output, (hidden, cell)
-    name = names[place] if len(names) == 2 and place < (1 if has_pair else 2) else "_"
+    names = state_names(line.code) if line is not None and calls_one(line.code, calls[-1][1]) else ()
     own = ("hidden", "cell") if isinstance(layer, nn.LSTMCell) else ("output", "hidden", "cell")
+    number = 3 if isinstance(layer, nn.LSTM) else 2
+    if len(names) == 2 and number == 3:
+        names = names[:1]  # of `out, state = self.lstm(x)`, which has one name for both states
+    name = names[place] if place < len(names) <= number else "_"
     return name if name != "_" else own[place]
 
 

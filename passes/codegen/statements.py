@@ -7,17 +7,13 @@ import functools
 
 from .literals import identifier
 
-_SIGNS: dict[type[ast.operator], str] = {
-    ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.MatMult: "matmul"
-}  # fmt: skip
-
 _SEVERAL = (ast.List, ast.Dict, ast.Set, ast.Tuple, ast.ListComp, ast.DictComp, ast.SetComp, ast.GeneratorExp)
 
 
 def assigned_names(code: str) -> tuple[str, ...]:
     """The names that a statement assigns: "q, k = f(x)" -> ("q", "k"); nothing for others, for the name of a
     list or a dict, and for a line of several statements: a traced node does not say which it is of."""
-    statement = _statement(code)
+    statement = parsed_statement(code)
     if isinstance(statement, ast.Assign):
         target = statement.targets[0]
         if isinstance(target, ast.Name) and isinstance(statement.value, _SEVERAL):
@@ -33,9 +29,23 @@ def assigned_names(code: str) -> tuple[str, ...]:
     return tuple(identifier(name) if name not in ("", "_") else "_" for name in found)
 
 
+def state_names(code: str) -> tuple[str, ...]:
+    """The names of what a recurrent layer gives: `out, (h, c) = f(x)` -> ("out", "h", "c").
+
+    "_" stands for what has none; `out, state = f(x)` has two.
+    """
+    statement = parsed_statement(code)
+    target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+    if not isinstance(target, ast.Tuple):
+        return ()
+    flat = [inner for part in target.elts for inner in (part.elts if isinstance(part, ast.Tuple) else [part])]
+    names = [name.id if isinstance(name, ast.Name) else "_" for name in flat]
+    return tuple(name if name == "_" else identifier(name) for name in names)
+
+
 def filled_name(code: str) -> str | None:
     """What a statement assigns elements of: "out[:, t] = v" -> "out"."""
-    statement = _statement(code)
+    statement = parsed_statement(code)
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
         target = statement.targets[0]
     elif isinstance(statement, ast.AugAssign):
@@ -50,7 +60,7 @@ def filled_name(code: str) -> str | None:
 def appended_list(code: str) -> str | None:
     """The list that a statement puts a value into, or makes: "outs.append(x)" and "outs = [f(x) for x in y]"
     -> "outs"."""
-    statement = _statement(code)
+    statement = parsed_statement(code)
     if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.List | ast.ListComp):
         held: ast.expr = statement.targets[0]
     elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
@@ -65,7 +75,7 @@ def appended_list(code: str) -> str | None:
 
 def returns_a_list(code: str) -> bool:
     """Whether a statement is like "return [f(x) for x in y]"."""
-    statement = _statement(code)
+    statement = parsed_statement(code)
     return isinstance(statement, ast.Return) and isinstance(statement.value, ast.List | ast.ListComp)
 
 
@@ -74,7 +84,7 @@ _JOINING = {"stack", "cat", "concat", "concatenate", "hstack", "vstack", "dstack
 
 def joined_list(code: str) -> str | None:
     """The list that a statement makes one tensor of: "x = torch.stack(outs, dim=1)" -> "outs"."""
-    statement = _statement(code)
+    statement = parsed_statement(code)
     for node in [] if statement is None else ast.walk(statement):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _JOINING:
             held = node.args[0] if node.args else None
@@ -86,7 +96,7 @@ def joined_list(code: str) -> str | None:
 
 def makes_one_by_one(code: str) -> bool:
     """Whether a statement assigns or returns several values, each of an expression of its own or a round."""
-    statement = _statement(code)
+    statement = parsed_statement(code)
     if isinstance(statement, ast.Return):
         return isinstance(statement.value, ast.Tuple)
     if not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Tuple):
@@ -98,7 +108,7 @@ def makes_one_by_one(code: str) -> bool:
 
 def names_of_what_it_makes(code: str, names: tuple[str, ...]) -> tuple[str, ...]:
     """Of the names for a statement's values those that are new: of `return q, kv[0], kv[1]` the last two."""
-    value = getattr(_statement(code), "value", None)
+    value = getattr(parsed_statement(code), "value", None)
     if not isinstance(value, ast.Tuple) or len(value.elts) != len(names):
         return names
     return tuple(n for n, entry in zip(names, value.elts, strict=True) if not isinstance(entry, ast.Name))
@@ -109,7 +119,7 @@ _PARTS = {"chunk", "split", "split_with_sizes", "tensor_split", "unbind", "unsaf
 
 def takes_apart(code: str, operator: str) -> bool:
     """Whether the names that a statement assigns are of what this operator gives (`q, k = x.chunk(2)`)."""
-    statement = _statement(code)
+    statement = parsed_statement(code)
     value = getattr(statement, "value", None)
     if isinstance(value, ast.Subscript):  # `.topk(2)[1]`
         value = value.value
@@ -123,7 +133,7 @@ def takes_apart(code: str, operator: str) -> bool:
 def drops_always(code: str) -> bool:
     """Whether a statement's dropout is torch's function, told to drop in evaluation too, as it is by default:
     `F.dropout(x, 0.5)`, `F.dropout(x, 0.5, training=True)`."""
-    statement = _statement(code)
+    statement = parsed_statement(code)
     calls = [] if statement is None else [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
     dropouts = [call for call in calls if ast.unparse(call.func) in _DROPOUTS]
     modes = [
@@ -139,54 +149,15 @@ _DROPOUTS = {f"{module}.dropout" for module in ("F", "functional", "nn.functiona
 
 def calls_one(code: str, path: str) -> bool:
     """Whether a statement is a call of the module at this path: `h, c = self.rnn(x)`, `h, c = layer(x)`."""
-    value = getattr(_statement(code), "value", None)
+    value = getattr(parsed_statement(code), "value", None)
     if not isinstance(value, ast.Call):
         return False
     called = value.func
     return not isinstance(called, ast.Attribute) or called.attr == path.rpartition(".")[2]
 
 
-def is_outermost(code: str, operator: str, *, is_call: bool) -> bool:
-    """Whether a statement that assigns a name from itself (`x = x + f(x)`, `x += f(x)`) does so by this
-    operator, or by the call of a module."""
-    statement = _statement(code)
-    if isinstance(statement, ast.AugAssign):
-        return not is_call and _SIGNS.get(type(statement.op)) == operator.rstrip("_")
-    if not isinstance(statement, ast.Assign):
-        return False
-    targets = {name.id for name in ast.walk(statement.targets[0]) if isinstance(name, ast.Name)}
-    if targets.isdisjoint(name.id for name in ast.walk(statement.value) if isinstance(name, ast.Name)):
-        return False
-    ways = [statement.value]
-    while isinstance(ways[-1], ast.IfExp):  # `x = f(x) if self.last else g(f(x))`
-        chosen = ways.pop()
-        assert isinstance(chosen, ast.IfExp)
-        ways += [chosen.body, chosen.orelse]
-    return any(_makes(value, targets, operator, is_call=is_call) for value in ways)
-
-
-def _makes(value: ast.expr, targets: set[str], operator: str, *, is_call: bool) -> bool:
-    """Whether an expression's outermost operation is this operator, or the call of a module."""
-    if isinstance(value, ast.BinOp):
-        return not is_call and _SIGNS.get(type(value.op)) == operator
-    if not isinstance(value, ast.Call):
-        return False
-    called = value.func.attr if isinstance(value.func, ast.Attribute) else ast.unparse(value.func)
-    return _is_of_a_module(value.func, targets) if is_call else called == operator
-
-
-def _is_of_a_module(called: ast.expr, targets: set[str]) -> bool:
-    """`self.conv(x)`, `layer(x)`, `self.layers[0](x)`; but not `F.relu(x)` or `x.relu()`."""
-    root = called
-    while isinstance(root, ast.Attribute | ast.Subscript):
-        root = root.value
-    if not isinstance(root, ast.Name):
-        return False
-    return called is root or root.id not in {*targets, "F", "torch", "nn"}
-
-
 @functools.cache
-def _statement(code: str) -> ast.stmt | None:
+def parsed_statement(code: str) -> ast.stmt | None:
     """The one statement of a line, also within a loop or a condition: `for layer in layers: x = layer(x)`."""
     try:
         body = ast.parse(code).body
