@@ -82,7 +82,7 @@ def test_a_layer_that_gives_its_indices_too_is_its_operators() -> None:
             return values.square().mean()
 
     source = _source(Pooled(nn.MaxPool2d(2, return_indices=True)), (torch.randn(3, 4, 8, 8),))
-    assert "F.max_pool2d_with_indices(" in source
+    assert "return_indices=True)" in source
 
 
 @pytest.mark.parametrize(
@@ -241,8 +241,8 @@ def test_what_drops_by_itself_stops_in_evaluation() -> None:
 
     torch.manual_seed(0)
     source = _source(Dropping(), (torch.randn(4, 6, 8),))
-    assert source.count("training=self.training") == 1
-    assert source.count("train=self.training") == 4
+    assert source.count("training=self.training") == 4
+    assert source.count(" train=self.training") == 1
     assert "use_input_stats=self.training" in source
 
 

@@ -48,8 +48,9 @@ def _partly_doubled(x: Tensor, hidden: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "line"),
     [
-        (lambda x, h: F.adaptive_max_pool2d(h, 3), "F.adaptive_max_pool2d({}, (3, 3), return_indices=True)"),
-        (_unpooled, "torch.ops.aten.max_unpool2d.default("),
+        (lambda x, h: F.adaptive_max_pool2d(h, 3), "F.adaptive_max_pool2d({}, 3, return_indices=True)"),
+        (_unpooled, "largest, places = F.max_pool2d({}, 2, return_indices=True)"),
+        (_unpooled, "F.max_unpool2d(largest, places, 2)"),
         (
             lambda x, h: F.interpolate(h, scale_factor=2),
             'F.interpolate({}, scale_factor=2.0, mode="nearest")',
@@ -62,7 +63,29 @@ def _partly_doubled(x: Tensor, hidden: Tensor) -> Tensor:
             lambda x, h: F.interpolate(h, scale_factor=(0.5, 2.0), mode="bicubic", antialias=True),
             '{}, scale_factor=(0.5, 2.0), mode="bicubic", antialias=True',
         ),
-        (lambda x, h: F.unfold(h, 3, stride=2), "F.unfold({}, kernel_size=(3, 3), dilation=(1, 1), "),
+        (lambda x, h: F.unfold(h, 3, stride=2), "F.unfold({}, 3, stride=2)"),
+        (lambda x, h: F.fold(F.unfold(h, 2), (6, 6), 2), "F.fold(F.unfold({}, 2), (6, 6), 2)"),
+        (lambda x, h: F.avg_pool2d(h, (3, 2), ceil_mode=True), "F.avg_pool2d({}, (3, 2), ceil_mode=True)"),
+        (lambda x, h: F.max_pool2d(h, (3, 2), padding=(1, 0)), "F.max_pool2d({}, (3, 2), padding=(1, 0))"),
+        (lambda x, h: F.max_pool3d(h, 2), "F.max_pool3d({}, 2)"),
+        (
+            lambda x, h: F.grid_sample(h, x[..., :2], "nearest", "border", align_corners=True),
+            'mode="nearest", padding_mode="border", align_corners=True',
+        ),
+        (
+            lambda x, h: F.affine_grid(h[:, 0, :2, :3], (len(h), 4, 6, 6), align_corners=False),
+            ", 4, 6, 6), align_corners=False)",
+        ),
+        (
+            lambda x, h: F.conv_transpose2d(h, x[0].unsqueeze(1)[..., :3], stride=2),
+            "F.conv_transpose2d({}, x[0].unsqueeze(1)[:, :, :, :3], stride=2)",
+        ),
+        (lambda x, h: F.group_norm(h, 2) + F.selu(h), "F.group_norm({0}, 2) + F.selu({0})"),
+        (lambda x, h: F.cosine_similarity(h, x), "F.cosine_similarity({}, x)"),
+        (
+            lambda x, h: h.to(memory_format=torch.channels_last),
+            "{}.to(memory_format=torch.channels_last)",
+        ),
         (lambda x, h: torch.stft(h.flatten(1), 16, return_complex=True).abs(), ", 16, center=False, "),
         (lambda x, h: torch.fft.rfft2(h).real, "torch.fft.rfft2({}).real"),
         (lambda x, h: torch.linalg.vector_norm(h, dim=-1), "torch.linalg.vector_norm({}, dim=-1)"),

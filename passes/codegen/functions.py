@@ -14,6 +14,7 @@ from torch import fx
 
 from .expression import Scene, Source, Special, call, given
 from .literals import literal
+from .spatial import SPATIAL
 
 
 def _embedding(values: Mapping[str, Any], scene: Scene) -> Source:
@@ -31,6 +32,28 @@ def _layer_norm(values: Mapping[str, Any], scene: Scene) -> Source:
 def _dropout(values: Mapping[str, Any], scene: Scene) -> Source:
     tensor, rate = scene.text(values["input"]), literal(values["p"])
     return Source(f"F.dropout({tensor}, {rate}, training={scene.mode(values['train'])})")
+
+
+def _alpha_dropout(name: str) -> Special:
+    def spelled(values: Mapping[str, Any], scene: Scene) -> Source:
+        tensor, rate, mode = scene.text(values["input"]), literal(values["p"]), scene.mode(values["train"])
+        return Source(f"F.{name}({tensor}, {rate}{'' if mode == 'False' else f', training={mode}'})")
+
+    return spelled
+
+
+def _feature_dropout(values: Mapping[str, Any], scene: Scene) -> Source | None:
+    """F.dropout2d of images, and its like, which go by the number of dimensions."""
+    dropped = values["input"].meta.get("val")
+    if not isinstance(dropped, torch.Tensor) or dropped.dim() not in (3, 4, 5):
+        return None
+    tensor, rate = scene.text(values["input"]), literal(values["p"])
+    return Source(f"F.dropout{dropped.dim() - 2}d({tensor}, {rate}, training={scene.mode(values['train'])})")
+
+
+def _group_norm(values: Mapping[str, Any], scene: Scene) -> Source:
+    kwargs = given(values, "weight", "bias", "eps")
+    return call("F.group_norm", scene, values["input"], values["num_groups"], **kwargs)
 
 
 def _instance_norm(values: Mapping[str, Any], scene: Scene) -> Source:
@@ -158,69 +181,6 @@ def _is_of_integers(tensor: Any) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
-def _one(sizes: Any) -> Any:
-    """(3, 3) as 3, as it is usually written."""
-    is_one = isinstance(sizes, list | tuple) and all(type(size) is int and size == sizes[0] for size in sizes)
-    return sizes[0] if is_one and sizes else sizes
-
-
-_PLAIN_SIZES = {"stride": 1, "padding": 0, "dilation": 1}
-
-
-def _convolution(name: str) -> Special:
-    def spelled(values: Mapping[str, Any], scene: Scene) -> Source:
-        kwargs = {n: _one(v) for n, v in values.items() if n not in ("input", "weight")}
-        kwargs = {n: v for n, v in kwargs.items() if type(v) is not int or v != _PLAIN_SIZES.get(n)}
-        return call(f"F.{name}", scene, values["input"], values["weight"], **kwargs)
-
-    return spelled
-
-
-def _pool(name: str) -> Special:
-    def spelled(values: Mapping[str, Any], scene: Scene) -> Source:
-        if "output_size" in values:
-            return call(f"F.{name}", scene, values["self"], tuple(values["output_size"]))
-        kwargs = {n: _one(v) for n, v in values.items() if n not in ("self", "kernel_size")}
-        size = _one(values["kernel_size"])
-        plain = {"stride": size, "padding": 0, "dilation": 1}
-        kwargs = {n: v for n, v in kwargs.items() if type(v) is not int or v != plain.get(n)}
-        return call(f"F.{name}", scene, values["self"], size, **kwargs)
-
-    return spelled
-
-
-def _adaptive_max_pool(name: str) -> Special:
-    """The operator gives the values and where they were."""
-    return lambda values, scene: call(
-        f"F.{name}", scene, values["self"], tuple(values["output_size"]), return_indices=True
-    )
-
-
-def _fractional_max_pool(name: str) -> Special:
-    def spelled(values: Mapping[str, Any], scene: Scene) -> Source:
-        sizes = {"output_size": tuple(values["output_size"]), "return_indices": True}
-        samples = given(values, _random_samples="random_samples")
-        return call(f"F.{name}", scene, values["self"], tuple(values["kernel_size"]), **sizes, **samples)
-
-    return spelled
-
-
-def _interpolate(mode: str, *, antialias: bool = False) -> Special:
-    def spelled(values: Mapping[str, Any], scene: Scene) -> Source:
-        kwargs: dict[str, Any] = {}
-        if values.get("output_size") is not None:
-            kwargs["size"] = tuple(values["output_size"])
-        else:
-            factors = tuple(values["scale_factors"])
-            kwargs["scale_factor"] = factors[0] if len(set(factors)) == 1 else factors
-        kwargs["mode"] = mode
-        kwargs |= {"align_corners": True} if values.get("align_corners") else {}
-        kwargs |= {"antialias": True} if antialias else {}
-        return call("F.interpolate", scene, values["input"], **kwargs)
-
-    return spelled
-
-
 def _cdist(values: Mapping[str, Any], scene: Scene) -> Source:
     kwargs = given(values, "p")
     if values.get("compute_mode"):
@@ -242,11 +202,14 @@ def _tensordot(values: Mapping[str, Any], scene: Scene) -> Source:
     return call("torch.tensordot", scene, values["self"], values["other"], dims=dims)
 
 
-FUNCTIONS: dict[str, Special] = {
+FUNCTIONS: dict[str, Special] = SPATIAL | {
     "linear": _named("F.linear"),
     "embedding": _embedding,
     "layer_norm": _layer_norm,
     "dropout": _dropout,
+    "feature_dropout": _feature_dropout,
+    **{name: _alpha_dropout(name) for name in ("alpha_dropout", "feature_alpha_dropout")},
+    "group_norm": _group_norm,
     "scaled_dot_product_attention": _attention,
     "batch_norm": _batch_norm,
     "instance_norm": _instance_norm,
@@ -269,23 +232,6 @@ FUNCTIONS: dict[str, Special] = {
         name: _activation(name)
         for name in ("relu", "silu", "elu", "leaky_relu", "softplus", "hardtanh", "mish")
     },
-    **{name: _convolution(name) for name in ("conv1d", "conv2d", "conv3d")},
-    **{
-        name: _pool(name)
-        for name in ("max_pool1d", "max_pool2d", "avg_pool2d", "adaptive_avg_pool1d", "adaptive_avg_pool2d")
-    },
-    **{name: _adaptive_max_pool(name) for name in ("adaptive_max_pool2d", "adaptive_max_pool3d")},
-    **{name: _fractional_max_pool(name) for name in ("fractional_max_pool2d", "fractional_max_pool3d")},
-    **{f"upsample_nearest{n}d.vec": _interpolate("nearest") for n in (1, 2, 3)},
-    **{f"_upsample_nearest_exact{n}d.vec": _interpolate("nearest-exact") for n in (1, 2, 3)},
-    "upsample_linear1d.vec": _interpolate("linear"),
-    "upsample_bilinear2d.vec": _interpolate("bilinear"),
-    "upsample_bicubic2d.vec": _interpolate("bicubic"),
-    "upsample_trilinear3d.vec": _interpolate("trilinear"),
-    "_upsample_bilinear2d_aa.vec": _interpolate("bilinear", antialias=True),
-    "_upsample_bicubic2d_aa.vec": _interpolate("bicubic", antialias=True),
-    "im2col": _named("F.unfold"),
-    "col2im": _named("F.fold"),
     "log_sigmoid": _named("F.logsigmoid"),
     "cdist": _cdist,
     "stft.default": _stft,

@@ -278,11 +278,18 @@ def result_name(item: fx.Node | Scope, result: fx.Node) -> str:
 
 
 def element_name(item: fx.Node | Scope, place: int) -> str:
-    """Of what an operator gives, as its schema names it."""
+    """Of what an operator gives, as its schema names it, else which of them it is."""
     schema = getattr(item.target, "_schema", None) if isinstance(item, fx.Node) else None
     returned = schema.returns if schema is not None else ()
     own = returned[place].name if place < len(returned) else ""
-    return identifier(own) if own else f"part_{place + 1}"
+    if own:
+        return identifier(own)
+    if isinstance(item, fx.Node) and "max_pool" in operator_name(item):
+        return ("pooled", "indices")[place]
+    return _ORDINALS[place] if place < len(_ORDINALS) else f"part_{place + 1}"
+
+
+_ORDINALS = ("first", "second", "third", "fourth")
 
 
 def operator_name(node: fx.Node) -> str:

@@ -150,6 +150,8 @@ def _public(target: torch._ops.OpOverload, name: str, values: Mapping[str, Any],
     is_tensor = takes_self and isinstance(target._schema.arguments[0].type, torch.TensorType)
     is_method = is_tensor and isinstance(values["self"], fx.Node) and name not in _FUNCTIONS
     is_method = is_method and not writes_out
+    if name in _AS_ACTIVATIONS and not writes_out:
+        return Source(f"F.{name}({_by_schema(target, values, scene)})")
     if is_method and hasattr(torch.Tensor, name):
         return Source(f"{scene.receiver(values['self'])}.{name}({rest})")
     everything = _with_outs(target, values, scene)
@@ -193,6 +195,11 @@ _OVER_ONE_OR_MORE = {
 _FAMILIES = ("fft", "linalg", "special")
 # The public function takes the kernel's size, the operator that of the result.
 _OTHERWISE_IN_PUBLIC = {"max_unpool2d", "max_unpool3d"}
+# These are known by their names in torch.nn.functional, though torch or its tensors have them too.
+_AS_ACTIVATIONS = {
+    "selu", "celu", "threshold", "prelu", "hardshrink", "cosine_similarity", "pairwise_distance", "bilinear",
+    "pixel_shuffle", "pixel_unshuffle", "rms_norm",
+}  # fmt: skip
 # These read better as functions than as methods of their first operand.
 _FUNCTIONS = {"addmm", "baddbmm", "addcmul", "addcdiv", "minimum", "maximum", "outer"}
 

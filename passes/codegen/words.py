@@ -85,12 +85,16 @@ def _to(values: Mapping[str, Any], scene: Scene) -> Source | None:
 
 
 def _moved(values: Mapping[str, Any], scene: Scene) -> Source | None:
-    """`x.to(device)` of the author's, which torch notes with the type that x has."""
+    """`x.to(device)` of the author's, which torch notes with the type that x has.
+
+    It notes both of `x.to(memory_format=torch.channels_last)`; a stage's tensors are all on one device.
+    """
     before = values["self"].meta.get("val") if isinstance(values["self"], fx.Node) else None
     is_kept = isinstance(before, torch.Tensor) and before.dtype == values.get("dtype")
     if not is_kept or values.get("device") is None:
         return _to(values, scene)
-    return _to({name: value for name, value in values.items() if name != "dtype"}, scene)
+    known = {"dtype", "device"} if values.get("memory_format") is not None else {"dtype"}
+    return _to({name: value for name, value in values.items() if name not in known}, scene)
 
 
 def _sized(name: str, shape: str) -> Special:
@@ -150,6 +154,10 @@ def _einsum(values: Mapping[str, Any], scene: Scene) -> Source:
 def _each_by_itself(name: str) -> Special:
     """Functions that take their tensors one by one, where the schema has a list."""
     return lambda values, scene: call(f"torch.{name}", scene, *values["tensors"])
+
+
+def _meshgrid(values: Mapping[str, Any], scene: Scene) -> Source:
+    return call("torch.meshgrid", scene, *values["tensors"], **given(values, "indexing"))
 
 
 def _assertion(values: Mapping[str, Any], scene: Scene) -> Source:
@@ -212,6 +220,7 @@ SPECIAL: dict[str, Special] = FUNCTIONS | {
     "repeat": _sized("repeat", "repeats"),
     "rsub": _rsub,
     **{name: _method(public) for name, public in _METHODS.items()},
+    "meshgrid": _meshgrid,
     "neg": _unary("-"),
     "bitwise_not": _unary("~"),
     "cat": _lists_first("torch.cat", "tensors"),
