@@ -14,7 +14,7 @@ import pd2bw_fx
 from pd2bw_fx.models import build
 from pd2bw_fx.passes.schedule import METHODS
 from pd2bw_fx.runtime.nursery import kept_nursery
-from tests.programs.elsewhere import choose
+from tests.programs.with_backend import choose
 
 
 @pytest.fixture(autouse=True, scope="session")

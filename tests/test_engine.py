@@ -23,7 +23,7 @@ from tests.torchrun import torchrun, torchrun_of_forks
 
 @pytest.mark.parametrize(
     ("num_stages", "num_runs", "links"),
-    [(2, 21, []), (3, 12, []), (4, 12, []), (4, 12, ["elsewhere.py", "in-order"])],
+    [(2, 21, []), (3, 12, []), (4, 12, []), (4, 12, ["with_backend.py", "in-order"])],
 )
 def test_losses_and_weights_equal_those_of_the_update_rule_in_one_process(
     num_stages: int, num_runs: int, links: list[str], tmp_path: Path

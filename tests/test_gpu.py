@@ -31,7 +31,7 @@ GPUS = pd2bw_fx.Cluster.uniform(2, kind="cuda", memory_bytes="4 GiB")
 def test_training_on_a_gpu_equals_the_reference(
     where: str, program: str, num_ranks: int, tmp_path: Path
 ) -> None:
-    finished = torchrun(num_ranks, "elsewhere.py", where, program, tmp_path / "result.json")
+    finished = torchrun(num_ranks, "with_backend.py", where, program, tmp_path / "result.json")
 
     assert finished.returncode == 0, finished.stderr
     for run, difference in json.loads((tmp_path / "result.json").read_text()).items():

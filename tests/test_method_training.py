@@ -120,7 +120,7 @@ def check_alive(run: str, result: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("num_ranks", "num_runs", "links"),
-    [(2, 29, []), (2, 29, ["elsewhere.py", "in-order"]), (3, 17, []), (4, 27, [])],
+    [(2, 29, []), (2, 29, ["with_backend.py", "in-order"]), (3, 17, []), (4, 27, [])],
 )
 def test_every_method_equals_a_reference_of_its_rule_and_holds_what_its_formula_says(
     num_ranks: int, num_runs: int, links: list[str], tmp_path: Path

@@ -15,7 +15,7 @@ from tests.programs.unequal import batches, sgd, split
 from tests.torchrun import torchrun_of_forks
 
 
-@pytest.mark.parametrize("links", [[], ["elsewhere.py", "in-order"]])
+@pytest.mark.parametrize("links", [[], ["with_backend.py", "in-order"]])
 @pytest.mark.parametrize(("num_stages", "copies"), [(3, 1), (2, 2)])
 def test_an_update_on_unlike_microbatches_is_that_of_the_rule(
     num_stages: int, copies: int, links: list[str], tmp_path: Path

@@ -1,6 +1,6 @@
 """Run by torchrun: another of these programs, with its engines on a GPU, or with links that block as nccl's.
 
-    torchrun --nproc-per-node N elsewhere.py cuda equals_methods.py RESULT.json
+    torchrun --nproc-per-node N with_backend.py cuda equals_methods.py RESULT.json
 
 cuda       on the GPU that this rank has, whether others have it too or not
 nccl       the same, over nccl even where ranks share a GPU: each tells nccl that it is a machine of its own
