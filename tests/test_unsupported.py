@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.ao.quantization import get_default_qat_qconfig, prepare_qat
 from torch.distributed.fsdp import fully_shard
@@ -48,17 +47,14 @@ def test_a_hook_that_the_forward_gives_a_tensor_is_refused_with_its_line() -> No
     torch.ones(1, requires_grad=True).register_hook(seen.append)  # torch's own is back
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_parameters_that_are_sharded_are_refused() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model = Plain()
-        fully_shard(model.second)
-        with pytest.raises(
-            InputError, match=r"^'second\.weight' is sharded over processes .* before fully_shard"
-        ):
-            pd2bw_fx.split(model, rows(), cluster=2, num_stages=2, costs="analytic")
-    finally:
-        dist.destroy_process_group()
+    model = Plain()
+    fully_shard(model.second)
+    with pytest.raises(
+        InputError, match=r"^'second\.weight' is sharded over processes .* before fully_shard"
+    ):
+        pd2bw_fx.split(model, rows(), cluster=2, num_stages=2, costs="analytic")
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.ao's words about its future

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,14 +18,10 @@ from pd2bw_fx.runtime.world import collected, local_device
 
 
 @pytest.fixture
-def alone() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        group = dist.group.WORLD
-        assert group is not None
-        yield group
-    finally:
-        dist.destroy_process_group()
+def alone(one_rank: None) -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
 
 
 def test_weights_that_share_a_block_are_collected_without_the_block(alone: dist.ProcessGroup) -> None:
