@@ -52,7 +52,7 @@ def decoder(num_stages: int, layer_s: Sequence[float], row_bytes: int, read_byte
 
 
 def fastest_s(instance: Instance) -> float:
-    """Of all ways to cut the row, with the routes that they are given."""
+    """Returns the least bottleneck of all ways to cut the row, with the routes that they are given."""
     nodes = np.arange(instance.num_nodes)
     ways = itertools.combinations(nodes[1:], instance.num_stages - 1)
     return min(loads_of(instance, np.searchsorted(cuts, nodes, side="right")).bottleneck_s for cuts in ways)

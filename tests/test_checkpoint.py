@@ -35,7 +35,7 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(pipelines: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a run of six updates on two stages leaves that nothing has stopped."""
+    """Runs six updates on two stages without a stop; returns the folder of what they leave."""
     folder = tmp_path_factory.mktemp("whole")
     run(pipelines / "2", folder, folder / "checkpoints", 6)
     return folder

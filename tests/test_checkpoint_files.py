@@ -48,7 +48,7 @@ def engine(optimizer: Any = adam, **options: Any) -> pd2bw_fx.Engine:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """With checkpoints of one update and of two."""
+    """Returns a folder with the checkpoints of one update and of two."""
     with engine(lr_scheduler=lambda optimizer: StepLR(optimizer, 2)) as made:
         for _ in range(2):
             made.step(torch.randn(4, 4))

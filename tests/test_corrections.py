@@ -46,7 +46,7 @@ def pipeline() -> pd2bw_fx.Pipeline:
 def store_for(
     pipe: pd2bw_fx.Pipeline, optimizer: object, delay: int, corrections: Sequence[Correction] | None
 ) -> WeightStore:
-    """With versions for a delay (None), or with one and corrections."""
+    """Makes a store with a version for each update of delay, or with one version and `corrections`."""
     store = WeightStore(
         pipe.programs,
         pipe.tensors(),
@@ -61,7 +61,7 @@ def store_for(
 
 
 def sizes(store: WeightStore, delay: int) -> Iterator[float]:
-    """Of the weight after each update, with gradients that are `delay` updates old."""
+    """Yields the size of the weight after each update, with gradients that are `delay` updates old."""
     in_flight: deque[tuple[Tensor, int]] = deque()
     stashes = store.num_versions > 1 or delay == 0
     while True:

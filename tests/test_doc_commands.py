@@ -75,7 +75,7 @@ ELSEWHERE = {
 
 
 def commands_of(document: str) -> list[str]:
-    """Those of its blocks and indented lines, and those of benchmarks in its sentences."""
+    """Returns the commands in a document's blocks and indented lines, and of benchmarks in sentences."""
     text = (ROOT / document).read_text().replace("\\\n", " ")
     sentences, blocks = text.split("```")[::2], text.split("```")[1::2]
     bodies = [block.partition("\n")[2] for block in blocks]  # without the language's name
@@ -150,7 +150,7 @@ def test_a_slow_command_of_a_document_runs(step: tuple[str, ...], tmp_path: Path
 
 
 def prepare(folder: Path, *, with_onnx: bool) -> None:
-    """What the commands find there: folders, files and a script that the documents have made before."""
+    """Writes the folders, files and script that a document's earlier steps have made."""
     pipe = pd2bw_fx.split(build("gpt"), cluster=2, costs="analytic", check=False)
     pipe.save(folder / "gpt_2")
     pipe.save(folder / "gpt_8")
@@ -192,7 +192,7 @@ def run(commands: Sequence[str], folder: Path) -> list[tuple[int, str]]:
 
 
 def program(words: list[str]) -> list[str]:
-    """By the interpreter that runs this, whatever is installed where."""
+    """Returns the command as run by this interpreter, whatever is installed on the path."""
     if words[0] == "python":
         file = ROOT / words[1] if words[1].startswith("benchmarks/") else words[1]
         return [sys.executable, str(file), *words[2:]]

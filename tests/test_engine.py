@@ -83,7 +83,7 @@ def test_a_loss_behaves_as_the_number_that_it_is() -> None:
 
 
 def test_a_loss_goes_where_scripts_have_a_tensor() -> None:
-    """And is read where its value is asked for, no sooner."""
+    """Its value is read only where it is asked for."""
     waits: list[int] = []
     means = Means(("loss",), [([0], torch.tensor([[0.75]]))], lambda: waits.append(1), is_known_here=False)
     loss = Loss(0, [means])

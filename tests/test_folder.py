@@ -160,7 +160,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Shared, Path]:
 
 
 def stage_at(folder: Path, stage: int) -> nn.Module:
-    """As a reader would build it."""
+    """Builds a stage from its file, as a reader of the folder would."""
     path = folder / f"stage_{stage}.py"
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None

@@ -13,7 +13,7 @@ from tests.torchrun import environment
 
 
 def kept() -> list[str]:
-    """What is still there after the pipeline of a model, and both of them, have been given up."""
+    """Returns what is still in memory after a model and its pipeline have been dropped."""
     model = build("mlp")
     pipe = pd2bw_fx.split(model, cluster=2, costs="analytic")
     watched = {"model": weakref.ref(model), "pipeline": weakref.ref(pipe)}

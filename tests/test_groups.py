@@ -53,7 +53,7 @@ def drawn(seed: int) -> dict[str, Any]:
 
 
 def best_of_all(data: dict[str, Any]) -> float:
-    """By trying every device for every colour, and every place of the CPU in the order."""
+    """Returns the optimum, by trying every device for every colour and every place for the CPU."""
     nodes, edges = data["nodes"], [(e["sourceId"], e["destId"], e["cost"]) for e in data["edges"]]
     read = {u: ([v for source, v, _ in edges if source == u], cost) for u, _, cost in edges}
     num_devices = data["maxFPGAs"] + data["maxCPUs"]

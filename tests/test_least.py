@@ -25,7 +25,7 @@ def kinds_of(workload: Workload) -> tuple[DeviceKind, ...]:
 
 
 def least_by_hand(kind: DeviceKind) -> np.ndarray:
-    """For each node the least load of all stages of this kind that hold it, and every node between two."""
+    """Returns each node's least load of a stage that holds it, and every node between two that it holds."""
     instance, stage = kind.instance, kind.stage
     n = instance.num_nodes
     cost_s = instance.cost_s[:, stage, 1 if stage == 0 else 0]

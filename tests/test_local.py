@@ -71,7 +71,7 @@ def pipe(model: nn.Module) -> pd2bw_fx.Pipeline:
 
 
 def workers() -> list[int]:
-    """In the order of ranks, which is the order in which they are started."""
+    """Returns the workers' process ids by rank, which is the order of their start."""
     return children_of(kept_process().pid)
 
 

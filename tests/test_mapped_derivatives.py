@@ -136,7 +136,7 @@ def test_layers_of_one_sample_are_called_with_whole_batches() -> None:
     _, pipe = split(Laplacian)
 
     source = "".join(program.source for program in pipe.programs)
-    assert re.search(r"tanh = self\.layers\S+\(x\)\.tanh\(\)  # test_mapped_derivatives.py:\d+", source)
+    assert re.search(r"tanh = self\.layers\S+\(x\)\.tanh\(\)  # fields.py:\d+", source)
     assert "sums = self.layers" not in source  # which is what the author calls the traces
     assert ".unsqueeze(1).view(" not in source
 

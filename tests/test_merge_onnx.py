@@ -50,7 +50,7 @@ class Cut:
         )
 
     def eager(self, inputs: dict[str, Tensor], *, training: bool = False) -> dict[str, np.ndarray]:
-        """What the original model, as its author wrote it, returns."""
+        """Returns the outputs of the original model as its author wrote it."""
         assert self.original.forward is not None
         before = self.model.training
         self.model.train(training)

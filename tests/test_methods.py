@@ -175,7 +175,7 @@ def test_without_a_stash_a_backward_runs_on_newer_weights_than_its_forward() -> 
 
 
 class _Stage:
-    """What torch's schedule asks of a stage when it makes its lists."""
+    """Has the attributes of a stage that torch's schedules read when they make their lists."""
 
     def __init__(self, rank: int, num_ranks: int, chunks: int) -> None:
         self.group, self.group_rank, self.group_size = None, rank, num_ranks

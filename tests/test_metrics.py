@@ -98,7 +98,7 @@ def test_records_become_a_timeline_of_one_clock() -> None:
 
 
 def test_a_chrome_trace_is_well_formed_simulated_and_measured(tmp_path: Path) -> None:
-    """What Perfetto's importer asks for: slices of a thread nest, every asynchronous begin has its end."""
+    """Slices of a thread nest and every asynchronous begin has its end, as Perfetto's importer requires."""
     pipe = pd2bw_fx.split(build("mlp"), cluster=3, costs="analytic", check=False)
     metrics = replace(METRICS, records=RECORDS)
     shown = pipe.draw("timeline", tmp_path / "simulated.json")

@@ -423,7 +423,7 @@ def test_what_would_be_lost_in_a_checkpoint_is_told(optimizer: Any, scheduler: A
 
 
 class Relative(torch.optim.SGD):
-    """As transformers' Adafactor, which finds its rate itself."""
+    """Finds its rate itself, as transformers' Adafactor does."""
 
     def __init__(self, groups: Any) -> None:
         super().__init__(groups, lr=0.1)

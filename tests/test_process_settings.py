@@ -54,7 +54,7 @@ def change(flags: dict[str, Any]) -> None:
 
 
 def answers() -> list[Any]:
-    """Of all getters; the older ones raise where they cannot tell what the newer ones have set."""
+    """Returns the answers of all getters; old ones raise where they cannot express what new ones have set."""
     found: list[Any] = []
     for ask in ASKED:
         try:
@@ -65,7 +65,7 @@ def answers() -> list[Any]:
 
 
 def in_a_fork(work: Callable[[], Any]) -> Any:
-    """What it returns; settings are of a process."""
+    """Returns what `work` returns in a forked process, whose settings are its own."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

@@ -130,7 +130,7 @@ def test_one_ctrl_c_ends_an_explanation(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def interrupted(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[float]]:
-    """What a call returns whose first search is interrupted, and the time that each search began with."""
+    """Interrupts the first search of a call; returns its result, and the time left as each search began."""
     begun: list[float] = []
     cut = SearchState.first_assignments
 

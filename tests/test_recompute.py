@@ -20,7 +20,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 class Remembering(nn.Module):
-    """What comes out depends on a running mean that was written just before."""
+    """Its result depends on a running mean that its forward has just written."""
 
     def __init__(self) -> None:
         super().__init__()

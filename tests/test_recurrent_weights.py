@@ -56,7 +56,7 @@ def test_an_optimizer_steps_the_weights_that_a_recurrent_layer_computes_with(
 def test_what_recurrent_layers_give_is_known_without_the_memory_of_their_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As on a GPU, where cuDNN would look for it."""
+    """Takes fake tensors for those of a GPU, where cuDNN would look for the memory of the weights."""
 
     def planned() -> pd2bw_fx.Plan:
         torch.manual_seed(0)

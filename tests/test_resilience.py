@@ -93,7 +93,7 @@ def test_torchruns_summary_has_the_error_of_a_program_that_fails_between_steps()
 
 
 def test_a_rank_that_is_done_keeps_its_connections_until_all_are(tmp_path: Path) -> None:
-    """What it has sent last would be lost with them; and it waits for nobody longer than some seconds."""
+    """Else its last messages would be lost. It waits for other ranks for a few seconds at most."""
     finished = torchrun_of_forks(2, "closes.py", "1.5", tmp_path / "waited")
 
     assert finished.returncode == 0, finished.stderr
@@ -151,7 +151,7 @@ def test_who_does_not_come_is_named() -> None:
 
 
 def met(store: HashStore, ranks: Sequence[int]) -> list[str]:
-    """What each of these three ranks finds: the meeting's name, or its error."""
+    """Returns what each of the given ranks of three finds: the meeting's name, or an error."""
     found: dict[int, str] = {}
 
     def arrive(rank: int) -> None:
@@ -200,7 +200,7 @@ def test_a_full_disk_leaves_torchrun_no_half_of_a_reason(tmp_path: Path) -> None
 
 def test_a_rank_whose_memory_is_full_says_at_what_and_what_to_try() -> None:
     def without_memory(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """In the workers: the second stage's second microbatch finds the memory full."""
+        """Runs in the workers, where the second stage's second microbatch then finds the memory full."""
         calls = iter(range(2))
 
         def forward(self: nn.ReLU, x: torch.Tensor) -> torch.Tensor:

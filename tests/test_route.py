@@ -217,7 +217,7 @@ def _exhaustive(problem: Problem, cluster: Cluster) -> tuple[float, float]:
 
 
 def _ways(source: int, readers: set[int]) -> list[list[tuple[int, int]]]:
-    """Of three stages: straight first, then handed on by the one between."""
+    """Returns the ways of a value among three stages: first direct, then through the stage between."""
     straight = [(source, reader) for reader in sorted(readers - {source})]
     return [straight, [(0, 1), (1, 2)]] if (0, 2) in straight else [straight]
 

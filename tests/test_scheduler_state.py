@@ -28,7 +28,7 @@ class Counting:
 
 
 class Asking(LRScheduler):
-    """As LambdaLR, of the author's own."""
+    """A user's own version of LambdaLR."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.ask = Counting()

@@ -101,7 +101,7 @@ def test_same_program_gives_the_same_answer() -> None:
 
 
 def test_solving_prints_nothing() -> None:
-    """In a process of its own: HiGHS tells who it is once in each."""
+    """Solves in a new process, since HiGHS prints its banner once in each."""
     program = "from tests.test_solver import knapsack; print(knapsack(12.0)[0].solve().status.name)"
     solved = subprocess.run(
         [sys.executable, "-c", program], env=environment(), capture_output=True, text=True
