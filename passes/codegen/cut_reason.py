@@ -9,7 +9,7 @@ from pd2bw_fx.units import format_bytes, format_seconds
 
 from .literals import plain
 
-_TIGHT = 0.01  # a share of a limit or bottleneck: this near to it counts as at it
+_TIGHT = 0.01  # this near to a limit or the bottleneck, as a share of it, counts as at it
 _SHOWN = 3
 
 

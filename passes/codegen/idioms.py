@@ -49,7 +49,7 @@ def normalization(ratio: fx.Node) -> list[fx.Node] | None:
     if any(len(node.users) != 1 for node in (norm, clamped, expanded)):
         return None
     is_of_one_input = expanded.args == (clamped, given) and ratio.args == (given, expanded)
-    is_kept = len(norm.args) == 4 and norm.args[3] is True  # the dimension
+    is_kept = len(norm.args) == 4 and norm.args[3] is True  # keepdim
     if not (is_of_one_input and is_kept and _are_numbers(*norm.args[1:3], *clamped.args[1:])):
         return None
     return nodes[1:]

@@ -26,7 +26,7 @@ _TYPES_WRITTEN = (
 _TYPES_OF_NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float32}
 _DIGITS = range(1, 18)  # significant digits; a float64 needs at most 17
 _A_FEW = 16
-_MOST_READERS = 2  # a tensor of a few numbers is made anew for no more
+_MOST_READERS = 2  # a tensor of a few numbers with more readers is a buffer
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ class StageTree:
         self.returned_unread = returned_unread(self)
         self._unlike_calls = _unlike_calls(self)
         self.chains: set[int] = set()  # calls of an nn.Sequential that is printed as one
-        self.sequences: set[int] = set()  # calls of an instance of its subclasses
+        self.sequences: set[int] = set()  # calls of an instance of a subclass, which has a class of its own
         self._links: dict[int, set[fx.Node]] = defaultdict(set)  # by id of the call that they are in
         self.layers: set[int] = set()
         self._take_apart(self.root)
