@@ -16,6 +16,7 @@ A forward, method by method:
     local_names.py     the names of one body's values, and how long each is taken
     second_names.py    second names of values: `residual = x`
     statements.py      what the author's statements assign
+    outermost.py       whether an operator or call is a statement's outermost operation
     loops/             rounds of a loop, written as a loop again
 
 An operator as source:
@@ -23,6 +24,7 @@ An operator as source:
     spell.py           an operator in torch's public words
     words.py           operators with a spelling of their own: x[:, 0], -x, x.mT
     functions.py       operators that are functions with other arguments: F.cross_entropy
+    spatial.py         convolutions, pooling and resampling as functions: F.max_pool2d
     idioms.py          several operators that are one function: F.normalize
     expression.py      expressions with their binding strength
     limits.py          limits of floating-point types by name

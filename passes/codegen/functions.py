@@ -1,5 +1,6 @@
-"""Operators that are functions of torch with another name or other arguments than their schema's:
-F.cross_entropy, F.interpolate, torch.stft.
+"""Operators that are functions of torch with another name or other arguments than their schema's.
+
+F.cross_entropy, F.interpolate and torch.stft are among them.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def _alpha_dropout(name: str) -> Special:
 
 
 def _feature_dropout(values: Mapping[str, Any], scene: Scene) -> Source | None:
-    """F.dropout2d of images, and its like, which go by the number of dimensions."""
+    """Spells F.dropout2d of images and the other feature dropouts, by the number of dimensions."""
     dropped = values["input"].meta.get("val")
     if not isinstance(dropped, torch.Tensor) or dropped.dim() not in (3, 4, 5):
         return None
@@ -103,12 +104,12 @@ def _loss(function: str) -> Special:
 
 
 def _named(function: str) -> Special:
-    """The tensors in the schema's order; what else was given by its name, which is the schema's."""
+    """Spells a function of tensors in the schema's order; other operands are given by the schema's names."""
     return lambda values, scene: _by_name(function, values, scene)
 
 
 def _activation(name: str) -> Special:
-    """One of torch.nn.functional; arguments with that function's defaults are left out."""
+    """Spells a function of torch.nn.functional; arguments at that function's defaults are left out."""
     defaults = _OF_BUILTINS.get(name)
     if defaults is None:
         arguments = inspect.signature(getattr(F, name)).parameters
@@ -139,7 +140,7 @@ def _by_name(function: str, values: Mapping[str, Any], scene: Scene) -> Source:
 
 
 def _reduced(function: str) -> Special:
-    """Losses whose word in torch reduces nothing unless told to, other than the operator."""
+    """Spells losses whose public function reduces nothing unless told to, unlike the operator."""
 
     def spelled(values: Mapping[str, Any], scene: Scene) -> Source:
         if "reduction" in values:
@@ -192,7 +193,7 @@ _DISTANCES = {1: "use_mm_for_euclid_dist", 2: "donot_use_mm_for_euclid_dist"}
 
 
 def _stft(values: Mapping[str, Any], scene: Scene) -> Source:
-    """The operator without `center`: what torch.stft pads is padded before it."""
+    """Spells torch.stft without `center`, since what torch.stft pads is padded before the operator."""
     kwargs = {name: value for name, value in values.items() if name not in ("self", "n_fft")}
     return call("torch.stft", scene, values["self"], values["n_fft"], center=False, **kwargs)
 

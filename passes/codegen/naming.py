@@ -1,4 +1,4 @@
-"""What values are called: as the author called them where the trace knows it, else by what made them."""
+"""Names values as their author did where the trace knows it, else after what made them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .scopes import Line, Scope, line_at, module_calls
 from .stage_tree import StageTree
 from .statements import appended_list, calls_one, filled_name, returns_a_list, state_names
 
-# What a value is called that its author gave no name.
+# Names of values to which the author gave none, by operator.
 _RESULT_NAMES = {
     "add": "total", "sub": "difference", "mul": "product", "div": "ratio", "matmul": "product",
     "addmm": "projected", "linear": "projected", "layer_norm": "normed", "batch_norm": "normed",
@@ -41,11 +41,11 @@ _RESULT_NAMES = {
 }  # fmt: skip
 
 
-# What they give is what they are given with other elements: `out[:, t] = v` goes on with out.
+# They return their operand with other elements: after `out[:, t] = v` the value is still called out.
 _FILLING = {"select_scatter", "slice_scatter", "index_put", "masked_fill", "index_fill"}
-# What they give is still called what they were given.
+# What they return keeps the name of their operand.
 _SAME_VALUE = {"to", "contiguous", "clone", "detach", "type_as", "unsqueeze", "squeeze"}
-# What operators are given, by their places: a value without a name is called after what it is for.
+# Names of operands by place: a value without a name is called after what it is for.
 _PARTS = {
     "scaled_dot_product_attention": ("query", "key", "value", "mask"),
     "cross_entropy_loss": ("", "targets"),
@@ -54,7 +54,7 @@ _PARTS = {
 
 
 def hands_on(item: fx.Node | Scope) -> fx.Node | None:
-    """The operand whose value an operator hands on, in another type or layout."""
+    """Returns the operand whose value an operator returns in another type or layout, or None."""
     if isinstance(item, Scope) or item.op != "call_function" or operator_name(item) not in _SAME_VALUE:
         return None
     operand = item.args[0]
@@ -72,7 +72,7 @@ def _part_in_an_operator(node: fx.Node) -> str | None:
 
 
 def place_in_mask(node: fx.Node) -> str | None:
-    """For numbers counted up along one dimension of a mask: its rows, its columns, or the samples."""
+    """Names numbers that count up along one dimension of a mask: its rows, its columns, or the samples."""
     made: fx.Node | None = node
     while made is not None and operator_name(made) != "arange":
         made = hands_on(made)
@@ -92,7 +92,7 @@ def place_in_mask(node: fx.Node) -> str | None:
 
 
 def _compares_places(node: fx.Node) -> bool:
-    """Columns up to the row's own: what a causal mask lets through."""
+    """Whether a value holds for columns up to the row's own, which is what a causal mask lets through."""
     places = [
         place_in_mask(o) if isinstance(o, fx.Node) and o.op == "call_function" else None for o in node.args
     ]
@@ -104,10 +104,10 @@ def _is_operator(node: fx.Node, name: str) -> bool:
 
 
 def is_final(node: fx.Node, depth: int) -> bool:
-    """Whether a value is what its author's statement is for, not an inner part of it.
+    """Whether a value is what its author's statement is for, rather than an inner part of it.
 
-    In a loop the next round reads it on the same line; then it is the statement's own if the statement
-    reads what it assigns and the value is of its outermost operation.
+    In a loop, the next round reads the value on the same line. Then it is the statement's own if the
+    statement reads what it assigns, and the value comes from its outermost operation.
     """
     line, calls = line_at(node, depth), module_calls(node)[:depth]
     if line is None:
@@ -124,14 +124,17 @@ def is_final(node: fx.Node, depth: int) -> bool:
 
 
 def name_of_filled(node: fx.Node, line: Line | None) -> str | None:
-    """The author's name of a tensor that a statement has put elements into, if this is it."""
+    """Returns the author's name of a tensor into which a statement has put elements, if this is it."""
     if line is None or node.op != "call_function" or operator_name(node) not in _FILLING:
         return None
     return filled_name(line.code)
 
 
 def outer_name(node: fx.Node, depth: int) -> str | None:
-    """What the lines assign that have called the function in which the value was made, if it is their own."""
+    """Returns the name assigned by a line that called the function in which the value was made.
+
+    There is none where another line of that function, or of one in between, goes on with the value.
+    """
     line, calls = line_at(node, depth), module_calls(node)[:depth]
     if line is None or returns_a_list(line.code) or appended_list(line.code) is not None:
         return None
@@ -149,7 +152,7 @@ def outer_name(node: fx.Node, depth: int) -> str | None:
 
 
 def list_returned(line: Line) -> str | None:
-    """`ly` of `ly = self.embedded(x)`, where that function says `return [f(x) for f in self.layers]`."""
+    """Returns the `ly` of `ly = self.embedded(x)`, if that returns a list: `[f(x) for f in self.layers]`."""
     if not line.outer or not returns_a_list(line.code):
         return None
     names = line.outer[-1].assigned
@@ -157,7 +160,7 @@ def list_returned(line: Line) -> str | None:
 
 
 def name_within(tree: StageTree, node: fx.Node, depth: int) -> str | None:
-    """The author's name for a value in the outermost body at this depth or below that has one."""
+    """Returns the author's name for a value in the outermost body at this depth or below that has one."""
     for inner in range(depth, len(module_calls(node)) + 1):
         if left_otherwise(tree, node, inner):
             continue
@@ -175,7 +178,7 @@ def name_within(tree: StageTree, node: fx.Node, depth: int) -> str | None:
 
 
 def _name_by_place(node: fx.Node, line: Line | None, depth: int) -> str | None:
-    """`s` of `x, s = self.layer(x)` for the second value that the layer returns."""
+    """Returns the `s` of `x, s = self.layer(x)` for the second value that the layer returns."""
     calls = module_calls(node)
     if line is None or depth >= len(calls) or not calls_one(line.code, calls[depth][1]):
         return None
@@ -186,13 +189,13 @@ def _name_by_place(node: fx.Node, line: Line | None, depth: int) -> str | None:
 
 
 def left_otherwise(tree: StageTree, node: fx.Node, depth: int) -> bool:
-    """Whether `x = self.block(x)` gives something else, and this has left the block in another way."""
+    """Whether `x = self.block(x)` gives x another value, and a hook took this one out of the block."""
     calls = module_calls(node)
     return depth < len(calls) and tree.leaves_otherwise(node, calls[depth][0])
 
 
 def is_one_of_several(node: fx.Node, line: Line, depth: int) -> bool:
-    """Whether `rope = self.rotary(x)` is a tuple, and this is in it."""
+    """Whether `rope = self.rotary(x)` is a tuple, and this value is one of its elements."""
     calls = module_calls(node)
     if depth >= len(calls) or len(line.assigned) != 1 or not calls_one(line.code, calls[depth][1]):
         return False
@@ -201,7 +204,7 @@ def is_one_of_several(node: fx.Node, line: Line, depth: int) -> bool:
 
 
 def state_name(tree: StageTree, node: fx.Node) -> str | None:
-    """The author's name of a recurrent layer's output or last states, else what they are."""
+    """Returns the author's name for a recurrent layer's output or last states, else what they are."""
     calls = module_calls(node)
     layer = tree.modules.get(calls[-1][1]) if calls else None
     if not isinstance(layer, LAYERS_GIVING_TUPLES) or not _is_operator(node, "getitem"):
@@ -212,13 +215,13 @@ def state_name(tree: StageTree, node: fx.Node) -> str | None:
     own = ("hidden", "cell") if isinstance(layer, nn.LSTMCell) else ("output", "hidden", "cell")
     number = 3 if isinstance(layer, nn.LSTM) else 2
     if len(names) == 2 and number == 3:
-        names = names[:1]  # of `out, state = self.lstm(x)`, which has one name for both states
+        names = names[:1]  # `out, state = self.lstm(x)` has one name for both states
     name = names[place] if place < len(names) <= number else "_"
     return name if name != "_" else own[place]
 
 
 def argument_name(tree: StageTree, scope: Scope, node: fx.Node) -> str:
-    """What a body calls a value that it is given."""
+    """Returns what a body calls a value that it is given."""
     if node.op == "placeholder" and not scope.path:
         return identifier(node.name)
     if own := scope.argument(node).name:
@@ -234,7 +237,7 @@ def argument_name(tree: StageTree, scope: Scope, node: fx.Node) -> str:
     named = state_name(tree, node) or name_within(tree, node, depth)
     if named is not None:
         return named
-    line = line_at(node, len(module_calls(node)))  # its own: further out, other things are taken apart
+    line = line_at(node, len(module_calls(node)))  # its own line: further out, other things are taken apart
     names = line.assigned if line is not None else ()
     if len(names) > 1 and getattr(node.target, "__name__", "") == "getitem":
         place: Any = node.args[1]
@@ -247,7 +250,7 @@ def argument_name(tree: StageTree, scope: Scope, node: fx.Node) -> str:
 
 
 def _is_link(node: fx.Node) -> bool:
-    """Whether one member of an nn.Sequential gives it, and the next takes it."""
+    """Whether one member of an nn.Sequential returns this value, and the next one takes it."""
     returned = node.meta.get(RETURNED_AT, {})
     lines = [line_at(node, depth) for depth, (key, *_) in enumerate(module_calls(node)) if key in returned]
     return any(line is not None and line.is_of_a_sequential for line in lines)
@@ -264,7 +267,7 @@ def result_name(item: fx.Node | Scope, result: fx.Node) -> str:
     if custom is not None:
         return identifier(custom.name.lower())
     if getattr(result.target, "namespace", None) == UNTRACED:
-        part = re.sub(r"_\d+$", "", operator_name(result))  # numbered among those of the process
+        part = re.sub(r"_\d+$", "", operator_name(result))  # the number counts parts of the whole process
         return identifier(part.lower()) if "training" in result.kwargs else "loss"
     special = _part_in_an_operator(result) or place_in_mask(result)
     if special is not None:
@@ -278,7 +281,7 @@ def result_name(item: fx.Node | Scope, result: fx.Node) -> str:
 
 
 def element_name(item: fx.Node | Scope, place: int) -> str:
-    """Of what an operator gives, as its schema names it, else which of them it is."""
+    """Returns the name that an operator's schema gives to an element of its result, else an ordinal."""
     schema = getattr(item.target, "_schema", None) if isinstance(item, fx.Node) else None
     returned = schema.returns if schema is not None else ()
     own = returned[place].name if place < len(returned) else ""

@@ -14,7 +14,7 @@ from torch import fx
 
 from .statements import parsed_statement
 
-# What the operators of a sign are called.
+# Names of the operators of each sign.
 _SIGNS: dict[type[ast.operator | ast.unaryop], frozenset[str]] = {
     ast.Add: frozenset({"add"}), ast.Sub: frozenset({"sub", "rsub"}), ast.Mult: frozenset({"mul"}),
     ast.Div: frozenset({"div", "truediv"}), ast.MatMult: frozenset({"matmul"}),
@@ -25,8 +25,10 @@ _OF_SIZES = {"shape", "size", "dim", "ndim", "numel", "dtype", "device"}
 
 
 def is_outermost_operator(code: str, node: fx.Node) -> bool:
-    """Whether a statement that assigns a name from itself (`x = x + f(x)`, `x += f(x)`) does so by this
-    operator."""
+    """Whether this operator is the outermost one of a statement that assigns a name from itself.
+
+    Such statements are `x = x + f(x)` and `x += f(x)`.
+    """
     statement = parsed_statement(code)
     if isinstance(statement, ast.AugAssign):
         value = ast.BinOp(statement.target, statement.op, statement.value)
@@ -43,7 +45,7 @@ def is_outermost_call(code: str, path: str) -> bool:
 
 
 def _targets_read_too(statement: ast.stmt | None) -> set[str]:
-    """The names that a statement assigns, if its value has one of them."""
+    """Returns the names that a statement assigns, if its value reads one of them, else none."""
     if not isinstance(statement, ast.Assign):
         return set()
     targets = _names(statement.targets[0])
@@ -51,7 +53,7 @@ def _targets_read_too(statement: ast.stmt | None) -> set[str]:
 
 
 def _ways(statement: ast.stmt | None) -> list[ast.expr]:
-    """The value of an assignment; of `x = f(x) if self.last else g(f(x))` both."""
+    """Returns the value of an assignment, or both values of `x = f(x) if self.last else g(f(x))`."""
     ways = [statement.value] if isinstance(statement, ast.Assign) else []
     while ways and isinstance(ways[-1], ast.IfExp):
         chosen = ways.pop()
@@ -63,7 +65,7 @@ def _ways(statement: ast.stmt | None) -> list[ast.expr]:
 def _makes(value: ast.expr, node: fx.Node, targets: set[str]) -> bool:
     """Whether an expression's outermost operation is this operator.
 
-    Where others in the expression are of its kind, its operands tell.
+    Where other operators in the expression are of the same kind, the operands tell them apart.
     """
     if isinstance(value, ast.Call):
         called = value.func.attr if isinstance(value.func, ast.Attribute) else ast.unparse(value.func)
@@ -81,7 +83,7 @@ def _kind(node: fx.Node) -> str:
 
 
 def _kinds(value: ast.AST) -> frozenset[str]:
-    """What the operator of an expression's sign may be called."""
+    """Returns the names that the operator of an expression's sign may have."""
     sign = value.op if isinstance(value, ast.BinOp | ast.UnaryOp) else None
     return _SIGNS.get(type(sign), frozenset()) if sign is not None else frozenset()
 
@@ -113,7 +115,7 @@ def _number(expression: ast.expr) -> int | float | None:
 
 
 def _tensors(expression: ast.AST) -> Iterator[str]:
-    """The names in an expression but for those whose sizes it reads: `h` of `h / x.shape[1]`."""
+    """Yields the names in an expression whose values it reads: `h` of `h / x.shape[1]`."""
     if isinstance(expression, ast.Attribute) and expression.attr in _OF_SIZES:
         return
     if isinstance(expression, ast.Name):
@@ -125,7 +127,8 @@ def _tensors(expression: ast.AST) -> Iterator[str]:
 def _calls(value: ast.expr, path: str, targets: set[str]) -> bool:
     """Whether an expression's outermost operation is a call of the module at this path.
 
-    A module may have more names than its path says: that counts only beside calls of others.
+    A module may have other names than the path's. That only matters where the expression calls other modules
+    too.
     """
     if not isinstance(value, ast.Call) or not _is_of_a_module(value.func, targets):
         return False
@@ -136,7 +139,7 @@ def _calls(value: ast.expr, path: str, targets: set[str]) -> bool:
 
 
 def _is_of_a_module(called: ast.expr, targets: set[str]) -> bool:
-    """`self.conv(x)`, `layer(x)`, `self.layers[0](x)`; but not `F.relu(x)` or `x.relu()`."""
+    """Whether `self.conv(x)`, `layer(x)` or `self.layers[0](x)` is called, not `F.relu(x)` or `x.relu()`."""
     root = called
     while isinstance(root, ast.Attribute | ast.Subscript):
         root = root.value

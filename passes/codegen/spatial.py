@@ -1,4 +1,4 @@
-"""Convolutions, pooling, resampling and what else goes over windows, as functions of torch.nn.functional."""
+"""Convolutions, pooling, resampling and other window operators, as functions of torch.nn.functional."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .expression import Scene, Source, Special, call, given
 
 
 def _one(sizes: Any) -> Any:
-    """(3, 3) as 3, as it is usually written, and [3, 2] as (3, 2)."""
+    """Returns 3 for (3, 3), as it is usually written, and (3, 2) for [3, 2]."""
     if not isinstance(sizes, list | tuple):
         return sizes
     is_one = sizes and all(type(size) is int and size == sizes[0] for size in sizes)
@@ -22,7 +22,10 @@ _PLAIN_SIZES = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1}
 
 
 def _written(values: Mapping[str, Any], *without: str, **defaults: Any) -> dict[str, Any]:
-    """The sizes that are not torch's defaults; no stride is one of the window's size."""
+    """Returns the sizes that are not torch's defaults, with equal ones as one number.
+
+    An empty stride, which stands for the size of the window, is left out too.
+    """
     defaults = _PLAIN_SIZES | defaults
     sizes = {name: _one(value) for name, value in values.items() if name not in without}
     return {n: v for n, v in sizes.items() if v != () and not (type(v) is int and v == defaults.get(n))}
@@ -37,7 +40,7 @@ def _convolution(name: str) -> Special:
 
 
 def _pool(name: str) -> Special:
-    """With `return_indices` where the operator gives the places of the largest values too."""
+    """Spells a pooling, with `return_indices` where the operator returns the places of the maxima too."""
 
     def spelled(values: Mapping[str, Any], scene: Scene) -> Source:
         size = _one(values["kernel_size"])
@@ -54,7 +57,7 @@ _INDICES = "_with_indices"
 
 
 def _adaptive_pool(name: str) -> Special:
-    """Of the largest values the operator gives the places too."""
+    """Spells an adaptive pooling; of the maxima, the operator returns the places too."""
     indices = {"return_indices": True} if name.startswith("adaptive_max") else {}
     return lambda values, scene: call(
         f"F.{name}", scene, values["self"], _one(values["output_size"]), **indices
@@ -71,7 +74,10 @@ def _fractional_max_pool(name: str) -> Special:
 
 
 def _max_unpool(name: str) -> Special:
-    """The function takes a window's size, the operator that of the result: with windows side by side."""
+    """Spells a max unpooling whose windows are side by side.
+
+    The function takes the size of a window, the operator that of the result.
+    """
 
     def spelled(values: Mapping[str, Any], scene: Scene) -> Source | None:
         given_sizes, tensor = values["output_size"], values["self"].meta.get("val")
@@ -84,7 +90,7 @@ def _max_unpool(name: str) -> Special:
         left_over = [out % size for out, size in pairs]
         is_plain = _one(values.get("stride", window)) == _one(window) and _one(values.get("padding", 0)) == 0
         if not is_plain or any(left >= width for left, width in zip(left_over, window, strict=True)):
-            return None  # torch would refuse so large a result
+            return None  # torch would refuse a result that large
         sizes = {"output_size": tuple(given_sizes)} if any(left_over) else {}
         return call(f"F.{name}", scene, values["self"], values["indices"], _one(window), **sizes)
 

@@ -1,4 +1,4 @@
-"""What a statement of the author's assigns, by the text that a traced operator keeps."""
+"""What the author's statements assign, read from the text that a traced operator keeps."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ _SEVERAL = (ast.List, ast.Dict, ast.Set, ast.Tuple, ast.ListComp, ast.DictComp, 
 
 
 def assigned_names(code: str) -> tuple[str, ...]:
-    """The names that a statement assigns: "q, k = f(x)" -> ("q", "k"); nothing for others, for the name of a
-    list or a dict, and for a line of several statements: a traced node does not say which it is of."""
+    """Returns the names that a statement assigns: "q, k = f(x)" -> ("q", "k").
+
+    There are none in other statements, for the name of a list or a dict, and on a line of several statements:
+    a traced node does not say which of them it is from.
+    """
     statement = parsed_statement(code)
     if isinstance(statement, ast.Assign):
         target = statement.targets[0]
@@ -30,9 +33,9 @@ def assigned_names(code: str) -> tuple[str, ...]:
 
 
 def state_names(code: str) -> tuple[str, ...]:
-    """The names of what a recurrent layer gives: `out, (h, c) = f(x)` -> ("out", "h", "c").
+    """Returns the names of what a recurrent layer returns: `out, (h, c) = f(x)` -> ("out", "h", "c").
 
-    "_" stands for what has none; `out, state = f(x)` has two.
+    "_" stands for a result without a name. For `out, state = f(x)` there are two names.
     """
     statement = parsed_statement(code)
     target = statement.targets[0] if isinstance(statement, ast.Assign) else None
@@ -44,7 +47,7 @@ def state_names(code: str) -> tuple[str, ...]:
 
 
 def filled_name(code: str) -> str | None:
-    """What a statement assigns elements of: "out[:, t] = v" -> "out"."""
+    """Returns the name whose elements a statement assigns: "out[:, t] = v" -> "out"."""
     statement = parsed_statement(code)
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
         target = statement.targets[0]
@@ -58,8 +61,10 @@ def filled_name(code: str) -> str | None:
 
 
 def appended_list(code: str) -> str | None:
-    """The list that a statement puts a value into, or makes: "outs.append(x)" and "outs = [f(x) for x in y]"
-    -> "outs"."""
+    """Returns the list that a statement puts a value into, or makes, or None.
+
+    It is "outs" for "outs.append(x)" and "outs = [f(x) for x in y]".
+    """
     statement = parsed_statement(code)
     if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.List | ast.ListComp):
         held: ast.expr = statement.targets[0]
@@ -83,7 +88,7 @@ _JOINING = {"stack", "cat", "concat", "concatenate", "hstack", "vstack", "dstack
 
 
 def joined_list(code: str) -> str | None:
-    """The list that a statement makes one tensor of: "x = torch.stack(outs, dim=1)" -> "outs"."""
+    """Returns the list that a statement makes one tensor of: "x = torch.stack(outs, dim=1)" -> "outs"."""
     statement = parsed_statement(code)
     for node in [] if statement is None else ast.walk(statement):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _JOINING:
@@ -95,7 +100,7 @@ def joined_list(code: str) -> str | None:
 
 
 def makes_one_by_one(code: str) -> bool:
-    """Whether a statement assigns or returns several values, each of an expression of its own or a round."""
+    """Whether a statement assigns or returns several values, each made by an expression or a round."""
     statement = parsed_statement(code)
     if isinstance(statement, ast.Return):
         return isinstance(statement.value, ast.Tuple)
@@ -107,7 +112,7 @@ def makes_one_by_one(code: str) -> bool:
 
 
 def names_of_what_it_makes(code: str, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Of the names for a statement's values those that are new: of `return q, kv[0], kv[1]` the last two."""
+    """Returns those names of a statement's values that are new: the last two of `return q, kv[0], kv[1]`."""
     value = getattr(parsed_statement(code), "value", None)
     if not isinstance(value, ast.Tuple) or len(value.elts) != len(names):
         return names
@@ -118,7 +123,7 @@ _PARTS = {"chunk", "split", "split_with_sizes", "tensor_split", "unbind", "unsaf
 
 
 def takes_apart(code: str, operator: str) -> bool:
-    """Whether the names that a statement assigns are of what this operator gives (`q, k = x.chunk(2)`)."""
+    """Whether a statement assigns names to the parts that this operator returns (`q, k = x.chunk(2)`)."""
     statement = parsed_statement(code)
     value = getattr(statement, "value", None)
     if isinstance(value, ast.Subscript):  # `.topk(2)[1]`
@@ -126,13 +131,15 @@ def takes_apart(code: str, operator: str) -> bool:
     if not isinstance(value, ast.Call):
         return False
     called = value.func.attr if isinstance(value.func, ast.Attribute) else ast.unparse(value.func)
-    is_its = called.lower() in operator.lower() or called == "apply"  # of an autograd function
+    is_its = called.lower() in operator.lower() or called == "apply"  # the call of an autograd function
     return is_its or {called, operator} <= _PARTS
 
 
 def drops_always(code: str) -> bool:
-    """Whether a statement's dropout is torch's function, told to drop in evaluation too, as it is by default:
-    `F.dropout(x, 0.5)`, `F.dropout(x, 0.5, training=True)`."""
+    """Whether a statement's dropout is a function of torch that drops in evaluation too.
+
+    It does so by default: `F.dropout(x, 0.5)`, `F.dropout(x, 0.5, training=True)`.
+    """
     statement = parsed_statement(code)
     calls = [] if statement is None else [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
     dropouts = [call for call in calls if ast.unparse(call.func) in _DROPOUTS]
@@ -158,7 +165,10 @@ def calls_one(code: str, path: str) -> bool:
 
 @functools.cache
 def parsed_statement(code: str) -> ast.stmt | None:
-    """The one statement of a line, also within a loop or a condition: `for layer in layers: x = layer(x)`."""
+    """Returns the one statement of a line, also in a loop or a condition.
+
+    For `for layer in layers: x = layer(x)` it is the inner one.
+    """
     try:
         body = ast.parse(code).body
         while len(body) == 1 and isinstance(body[0], ast.For | ast.If | ast.With | ast.While):

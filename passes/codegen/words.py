@@ -1,4 +1,4 @@
-"""Operators whose public spelling is another than their schema's: x[:, 0], -x, x.mT, F.cross_entropy."""
+"""Operators whose public spelling differs from their schema: x[:, 0], -x, x.mT, F.cross_entropy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .literals import literal, quoted
 
 
 def _slice(values: Mapping[str, Any], scene: Scene) -> Source | None:
-    """Several in a row, from the first dimensions to the last, are one subscript: x[:, ::2, ::2]."""
+    """Spells several slices in a row, from first dimensions to last, as one subscript: x[:, ::2, ::2]."""
     cut = _cut(values)
     if cut is None:
         return None
@@ -35,7 +35,7 @@ _SLICE = ("self", "dim", "start", "end", "step")
 
 
 def _cut(values: Mapping[str, Any]) -> tuple[int, slice] | None:
-    """Its dimension and bounds, where they can stand in a subscript."""
+    """Returns a slice's dimension and bounds, where they can stand in a subscript."""
     dimension, end = values.get("dim", 0), values.get("end")
     if not isinstance(dimension, int) or dimension < 0 or dimension > 3:
         return None
@@ -71,7 +71,7 @@ def _index_tensor(values: Mapping[str, Any], scene: Scene) -> Source:
 
 
 def _to(values: Mapping[str, Any], scene: Scene) -> Source | None:
-    """A cast; a device that was the trace's own becomes that of a tensor at hand."""
+    """Spells a cast; a device that was the trace's own becomes that of a tensor at hand."""
     kwargs = given(values, "copy", "memory_format")
     if "other" in values:
         return call(f"{scene.receiver(values['self'])}.to", scene, values["other"], **kwargs)
@@ -79,15 +79,16 @@ def _to(values: Mapping[str, Any], scene: Scene) -> Source | None:
     texts = [scene.device()] if values.get("device") is not None else []
     texts += [literal(values["dtype"])] if values.get("dtype") is not None else []
     if len(texts) > 1 and texts[0] == f"{receiver}.device":
-        del texts[0]  # where it is already
+        del texts[0]  # the tensor is there already
     texts += [f"{name}={scene.text(value)}" for name, value in kwargs.items()]
     return Source(f"{receiver}.to({', '.join(texts)})")
 
 
 def _moved(values: Mapping[str, Any], scene: Scene) -> Source | None:
-    """`x.to(device)` of the author's, which torch notes with the type that x has.
+    """Spells the author's `x.to(device)`, which torch records together with the type that x has.
 
-    It notes both of `x.to(memory_format=torch.channels_last)`; a stage's tensors are all on one device.
+    For `x.to(memory_format=torch.channels_last)` torch records the device and the type; there the device is
+    left out, as a stage's tensors are all on one device.
     """
     before = values["self"].meta.get("val") if isinstance(values["self"], fx.Node) else None
     is_kept = isinstance(before, torch.Tensor) and before.dtype == values.get("dtype")
@@ -98,7 +99,7 @@ def _moved(values: Mapping[str, Any], scene: Scene) -> Source | None:
 
 
 def _sized(name: str, shape: str) -> Special:
-    """Methods whose sizes are nicer one by one: x.view(batch, -1)."""
+    """Spells methods whose sizes read better one by one: x.view(batch, -1)."""
 
     def spelled(values: Mapping[str, Any], scene: Scene) -> Source | None:
         sizes = values.get(shape)
@@ -118,15 +119,15 @@ def _unary(sign: str) -> Special:
     return lambda values, scene: Source(f"{sign}{scene.source(values['self']).within(UNARY)}", UNARY)
 
 
-def _lists_first(function: str, first: str, then: str = "dim") -> Special:
+def _lists_first(function: str, first: str) -> Special:
     def spelled(values: Mapping[str, Any], scene: Scene) -> Source:
-        return call(function, scene, values[first], **given(values, then))
+        return call(function, scene, values[first], **given(values, "dim"))
 
     return spelled
 
 
 def _unsqueeze(values: Mapping[str, Any], scene: Scene) -> Source | None:
-    """Several in a row, written in one line, are one subscript: x[None, None, :]."""
+    """Spells several unsqueezes in a row, written in one line, as one subscript: x[None, None, :]."""
     base, dimensions = values["self"], [values["dim"]]
     while isinstance(base, fx.Node) and base.target is torch.ops.aten.unsqueeze.default:
         if scene.source(base).text.isidentifier():
@@ -152,7 +153,7 @@ def _einsum(values: Mapping[str, Any], scene: Scene) -> Source:
 
 
 def _each_by_itself(name: str) -> Special:
-    """Functions that take their tensors one by one, where the schema has a list."""
+    """Spells functions that take tensors one by one, where the schema has a list."""
     return lambda values, scene: call(f"torch.{name}", scene, *values["tensors"])
 
 
@@ -164,11 +165,11 @@ def _assertion(values: Mapping[str, Any], scene: Scene) -> Source:
     return call("torch._assert_async", scene, *values.values())
 
 
-# What a tensor has as an attribute, and its operator's name.
+# Attributes of a tensor, with the names of their operators.
 _ATTRIBUTES = {"mT": "mT", "mH": "mH", "numpy_T": "T", "matrix_H": "H", "real": "real", "imag": "imag"}
 
 
-# Its methods without arguments that have another name than their operators.
+# Methods without arguments whose name differs from their operator's.
 _METHODS = {"_conj": "conj", "_is_all_true": "all", "_is_any_true": "any"}
 
 
@@ -181,13 +182,13 @@ def _method(name: str) -> Special:
 
 
 def _filled(name: str) -> Special:
-    """Draws that torch has in place alone: x.new_empty(4).uniform_(), where nothing else reads that."""
+    """Spells draws that torch only has in place: x.new_empty(4).uniform_(), where nothing else reads that."""
 
     def spelled(values: Mapping[str, Any], scene: Scene) -> Source | None:
         base = values["self"]
         if not isinstance(base, fx.Node) or base.target not in _MAKERS or len(base.users) > 1:
             return None
-        first = [values["from"]] if "from" in values else []  # no name for an argument in Python
+        first = [values["from"]] if "from" in values else []  # it cannot be an argument's name in Python
         rest = {n: value for n, value in values.items() if n not in ("self", "from", "generator")}
         return call(f"{scene.receiver(base)}.{name}_", scene, *first, **rest)
 
