@@ -114,7 +114,7 @@ _Thing = _Layer | _Tensor | _Class | _Holder
 
 @contextmanager
 def imported(source: str, file: Path) -> Iterator[ModuleType]:
-    """As a module of a file of its own, while it lasts: a model's lines are in what is written of it."""
+    """Imports source from a file, since generated code names a model's lines; forgets it after the block."""
     file.write_text(source)
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None

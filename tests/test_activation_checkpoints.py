@@ -113,7 +113,7 @@ def test_a_hugging_face_model_with_gradient_checkpointing(use_reentrant: bool) -
 
 
 class CopiedCheckpointFunction(torch.autograd.Function):
-    """As libraries have it of their own: of the operands the first `length`, then what gradients are for."""
+    """A library's own copy: of the operands the first `length` are inputs, the others get gradients too."""
 
     @staticmethod
     def forward(ctx: Any, function: Any, length: int, *operands: Tensor) -> Any:  # type: ignore[override]

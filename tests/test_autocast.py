@@ -15,7 +15,7 @@ from pd2bw_fx.errors import VerificationError
 
 
 class Model(nn.Module):
-    """What `inside` makes of two projections, classified."""
+    """Classifies what `inside` computes from two projections."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class Block(nn.Module):
 
 
 class Chain(nn.Sequential):
-    """Of a class of its own, with torch's forward."""
+    """A subclass that has torch's forward."""
 
 
 class Of(nn.Module):
@@ -211,7 +211,7 @@ def test_a_model_that_is_split_under_autocast_is_compared_under_it(batch: tuple[
 
 
 class Mixed(Model):
-    """Of two types under autocast, which its operator does not take."""
+    """Calls an operator with two types under autocast, which it does not take."""
 
     def inside(self, query: Tensor, key: Tensor) -> Tensor:
         return torch.lerp(self.head.weight.new_zeros(16).expand_as(query), query, 0.3).float() + key

@@ -38,7 +38,7 @@ class Asking(nn.Module):
 
 
 class InParts(Asking):
-    """As ghost batch norm: each part of up to `limit` samples by itself."""
+    """Computes each part of up to `limit` samples by itself, as ghost batch norm does."""
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
@@ -91,7 +91,7 @@ def test_sizes_with_the_examples_answer_are_open_and_others_refused(
 
 
 class Standardising(nn.Module):
-    """By the deviation within the batch, which is nan for one sample; `largest` is a number."""
+    """Divides by the deviation within the batch, which is nan for one sample; `largest` is a number."""
 
     def __init__(self, *, goes_another_way: bool) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ from pd2bw_fx.passes.trace.patches.conditions import _is_check
 
 
 class Asserting(nn.Module):
-    """Of an input and of a value in between, one each way round."""
+    """Asserts a condition on an input and one on a hidden value, one each way round."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class _Large(Asserting):
 
 
 class _Started(Asserting):
-    """As ActNorm sets its scale in the first call of all."""
+    """Sets its scale in the first call, as ActNorm does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -310,7 +310,7 @@ def test_conditions_on_constants_need_no_leave(tmp_path: Path) -> None:
 
 
 class Stepping(Solving):
-    """By a number of steps that is computed from the times, as the solvers of torchdiffeq do."""
+    """Takes as many steps as it computes from the times, as the solvers of torchdiffeq do."""
 
     def __init__(self, number_of: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -352,7 +352,7 @@ def test_a_refusal_names_the_line_that_no_answer_gets_past() -> None:
 
 
 class Written(Solving):
-    """Of an input, though nothing but zeros stands behind it in the graph."""
+    """Asks for an input's value through a tensor of zeros that it is written to."""
 
     def forward(self, x: Tensor) -> Tensor:
         seen = torch.zeros(3)
@@ -378,7 +378,7 @@ class Called(Solving):
 
 
 class Numbered(Called):
-    """By a number of what counts, and not by a truth."""
+    """Reads its counter as a number, and not as a truth value."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -403,7 +403,7 @@ def test_what_may_be_otherwise_in_the_next_call_is_no_constant(kind: type[nn.Mod
 
 
 class Flagged(Asserting):
-    """What it holds decides, and no input."""
+    """Branches on its buffers, and on no input."""
 
     def __init__(self) -> None:
         super().__init__()

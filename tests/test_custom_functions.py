@@ -44,7 +44,7 @@ class Rounded(torch.autograd.Function):
 
 
 class Parted(torch.autograd.Function):
-    """In the newer form, with a mask among its results that has no gradient."""
+    """Has the newer form with setup_context, and a mask among its results that has no gradient."""
 
     @staticmethod
     def forward(x: Tensor, limit: float = 0.5) -> tuple[Tensor, Tensor, Tensor]:

@@ -44,7 +44,7 @@ def two_selections(model: Model, x: Tensor) -> Tensor:
 
 
 def divergence(model: Model, x: Tensor) -> Tensor:
-    """With torch's checks of the arguments, which are assertions."""
+    """Calls distributions that check their arguments by assertions."""
     mean, deviation = model.first(x).chunk(2, -1)
     one = MultivariateNormal(mean, scale_tril=torch.diag_embed(deviation.exp()))
     identity = torch.eye(4, dtype=x.dtype).expand(len(x), -1, -1)

@@ -110,7 +110,7 @@ class Dragging(Double):
 
 
 class Binary(Double):
-    """As BinaryNet has it: the real-valued weights are an attribute of the binary ones."""
+    """Keeps the real-valued weights as an attribute of the binary ones, as BinaryNet does."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.first.weight

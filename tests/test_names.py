@@ -41,7 +41,7 @@ class _Inner(nn.Module):
 
 
 class _Transposing(nn.Module):
-    """What it has is called as torch's operators are."""
+    """Its layers and parameters have the names of torch's operators."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -61,7 +61,7 @@ def test_a_condition_on_the_number_of_calls_is_refused() -> None:
 
 
 def test_a_counter_is_seen_where_a_layer_has_two_names() -> None:
-    """For which torch's tracer has another object each time that the layer, or what it is in, is read."""
+    """torch's tracer then returns a new object each time that the layer, or what holds it, is read."""
     model = Counting(lambda model, _, loss: loss * model.step)
     model.also = model.first
     with pytest.raises(TraceError, match=r"from call to call, by its attribute step \(0 before"):

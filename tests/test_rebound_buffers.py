@@ -24,7 +24,7 @@ class Layers(nn.Module):
 
 
 class Contrast(Layers):
-    """As MoCo keeps its keys."""
+    """Keeps a queue as MoCo does its keys."""
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
@@ -114,7 +114,7 @@ def test_a_loss_goes_on_with_its_buffer_while_stages_train(how: str) -> None:
 
 
 class Codebook(nn.Module):
-    """As VQ-VAEs keep theirs, and a centre beside it, which a gradient reads."""
+    """Keeps a codebook as VQ-VAEs do, and beside it a centre, which a gradient reads."""
 
     def __init__(self) -> None:
         super().__init__()

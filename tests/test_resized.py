@@ -23,7 +23,7 @@ class Computing(nn.Module):
 
 
 def masked(hidden: Tensor) -> Tensor:
-    """As AWD-LSTM drops words."""
+    """Drops values as AWD-LSTM drops words."""
     return hidden * hidden.data.new().resize_((hidden.size(1),)).bernoulli_(0.9)  # type: ignore[no-any-return]
 
 

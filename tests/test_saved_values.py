@@ -62,7 +62,7 @@ class Heads(Score):
 
 
 class Pictures(Score):
-    """Of rows of 16: pictures of four by four."""
+    """Takes rows of 16 as pictures of four by four."""
 
     def __init__(self) -> None:
         super().__init__()

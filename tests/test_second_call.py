@@ -230,7 +230,7 @@ _GENERATOR, _RANDOM = np.random.default_rng(0), random.Random(0)
 
 
 class _Masked(nn.Module):
-    """What it draws is in the trace as a constant, which looks alike whatever was drawn."""
+    """The trace has its draw as a constant, which looks alike whatever was drawn."""
 
     def __init__(self, draw: Callable[[nn.Module], Any]) -> None:
         super().__init__()

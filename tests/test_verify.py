@@ -82,7 +82,7 @@ class Stepping(nn.Module):
 
 
 class Overwriting(Stepping):
-    """What sigmoid keeps for its backward is written over: as it is, it has no gradient."""
+    """Overwrites what sigmoid saved for its backward, so that the model itself has no gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
         shares = self.first(x).sigmoid()

@@ -109,7 +109,7 @@ def several_results(model: Mapping, h: Tensor) -> Tensor:
 
 
 def matrix_by_vectors(model: Mapping, h: Tensor) -> Tensor:
-    """Of one matrix, of one for each sample, and of one vector."""
+    """Multiplies by one matrix for all samples, by one for each sample, and by one with a shared vector."""
     weight, vector = model.last.weight, model.last.bias
     shared = torch.vmap(lambda row: weight @ row)(h)
     own = torch.vmap(lambda row: torch.mv(row.outer(row), row))(h)
