@@ -62,15 +62,16 @@ def _outside_strings(text: str) -> Iterator[tuple[int, str, int]]:
 
 # How ruff format, like Black, breaks a value that is too long for its line:
 #
-#   value                                     example                  it is broken
-#   no brackets                               a.b + c                  in new parentheses, before its signs
-#   several of its loosest signs              f(x) + g(y) - z          in new parentheses, before these signs
-#   several calls in a chain                  x.view(a, b).mean(c)     in new parentheses, before their dots
-#   one sign, no brackets at either end       a + f(x).b               in new parentheses, before the sign
-#   one sign, brackets at an end              f(x) + y, y + f(x)       inside its brackets
-#   a call, list, tuple, dict or set          f(x, y), [x, y]          inside its brackets
+#   value                                    example                   it is broken
+#   no brackets                              a.b + c                   in new parentheses, before its signs
+#   several of its loosest signs             f(x) + g(y) - z           in new parentheses, before these signs
+#   several dots behind brackets             x.view(a).mean(b).sum()   in new parentheses, before these dots
+#   one sign, no brackets at either end      f(x) + y                  in new parentheses, before the sign
+#   one sign, brackets at an end             y + f(x), [x] + y         inside its brackets
+#   a call, list, tuple, dict or set         f(x, y), [x, y]           inside its brackets
 #
-# At the end, neither a subscript nor a call without arguments counts as brackets.
+# Brackets at the beginning are those of `(a + b) * c` or `[x] + y`. At the end, neither a subscript nor a
+# call without arguments counts.
 
 
 @dataclass(slots=True)

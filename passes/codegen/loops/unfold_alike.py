@@ -1,4 +1,4 @@
-"""Where a value gets a line of its own, gives one to those at its place in the loop's other rounds too."""
+"""Unfolds alike: where a value gets a line of its own, those at its place in other rounds get one too."""
 
 from __future__ import annotations
 
