@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.coverage import CASES, built
+from pd2bw_fx import split
 from pd2bw_fx.passes.codegen import generate
 from pd2bw_fx.stage import StageProgram
 from tests.stages import Case, by_hand, case_of, compared, planned, ruff_faults
@@ -212,3 +213,19 @@ def test_layers_that_nobody_calls_are_printed_as_layers(tmp_path: Path) -> None:
     (tmp_path / "stage_0.py").write_text(program.source)
     assert ruff_faults(tmp_path) == ""
     assert compared(case, planned(case, 1), (program,)).exact
+
+
+class _Scaled(nn.Module):
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.heads = heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x * (8 // self.heads) ** -0.5).tanh()
+
+
+def test_a_factor_that_differs_is_no_size() -> None:
+    pipe = split(nn.Sequential(_Scaled(2), _Scaled(4)), torch.randn(4, 8), cluster=1, costs="analytic")
+
+    assert "def __init__(self, scale: float) -> None:" in pipe.stages[0].source

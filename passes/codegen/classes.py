@@ -194,8 +194,9 @@ class _Writer:
         taken = {*family.members[0].attributes.root.children, *dir(nn.Module), *names_of_classes}
         for columns in family.columns().values():
             attribute, hint = next((hints[c] for c in columns if c < len(hints) and hints[c][1]), ("", ""))
-            own = _own_name(modules, family.values(columns[0]), hint, taken)
-            wanted = own or identifier(hint or "size", fallback="size")
+            values = family.values(columns[0])
+            own = _own_name(modules, values, hint, taken)
+            wanted = own or identifier(hint or _plain_name(values, taken), fallback="size")
             if wanted in taken and attribute:
                 wanted = identifier(f"{attribute}_{hint}", fallback="size")
             name = free_name(wanted, taken)
@@ -319,6 +320,13 @@ def _own_name(modules: Sequence[nn.Module], values: Sequence[Any], hint: str, ta
         if all(type(a) is type(b) and a == b for a, b in zip(found, values, strict=True)):
             return name
     return None
+
+
+def _plain_name(values: Sequence[Any], taken: Set[str]) -> str:
+    """Returns what a number of a body is called where nothing says what it is."""
+    if not any(type(value) is float for value in values):
+        return "size"
+    return "factor" if "scale" in taken else "scale"
 
 
 def _annotation(value: Any) -> str:
