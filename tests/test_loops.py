@@ -365,3 +365,24 @@ def test_a_long_body_that_has_no_loop_is_not_read_again_from_every_line(
     in_rounds(body, Attributes("", {}.get, {}.get))
 
     assert len(read) <= 3 * len(body)
+
+
+class _Nested(nn.Module):
+    """What a loop in a loop counts is not what the loop that is written counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for j in range(3):
+            for k in range(2):
+                x = x + torch.tanh(self.weight[2 * j + k]) / (j + 1)
+        return x.square().mean()
+
+
+def test_a_counter_has_the_authors_name_only_if_it_counts_the_same_numbers() -> None:
+    source = _source(_Nested(), torch.randn(2, 4))
+
+    assert "for i in range(2, 4):" in source
+    assert "for k in" not in source

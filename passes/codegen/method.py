@@ -18,7 +18,7 @@ from .idioms import normalized
 from .layer_calls import call_arguments
 from .literals import identifier, plain
 from .local_names import LocalNames
-from .loops.author_loops import NO_ROUND, Round, counter_of, list_of, round_of
+from .loops.author_loops import NO_COUNTER, NO_ROUND, Counter, Round, counter_of, list_of, round_of
 from .loops.unfold_alike import unfold_alike
 from .naming import element_name, is_final, list_returned, operator_name
 from .scopes import Line, Scope, walk
@@ -46,7 +46,7 @@ class Statement:
     shape: tuple[int | str, ...] = ()
     region: Region = NO_REGION
     named: str = ""
-    counter: str = ""
+    counter: Counter = NO_COUNTER
     listed: str = ""
     round: Round = NO_ROUND
     is_pure: bool = False

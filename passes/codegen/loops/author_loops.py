@@ -25,16 +25,27 @@ def parsed(file: str) -> ast.Module:
         return ast.Module([], [])
 
 
-def counter_of(line: Line) -> str:
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """What a loop counts with, and the numbers that it takes, where the source says them."""
+
+    name: str = ""
+    numbers: range | None = None
+
+
+NO_COUNTER = Counter()
+
+
+def counter_of(line: Line) -> Counter:
     """Returns the counter of the innermost counting loop around the line, or around a call that led to it.
 
-    For `for t in range(n)` it is "t". It is "" where there is no such loop.
+    For `for t in range(n)` its name is "t". The name is "" where there is no such loop.
     """
     for at in reversed(line.chain):
-        around = [name for lines, name in _counters(at.file) if at.number in lines]
+        around = [counter for lines, counter in _counters(at.file) if at.number in lines]
         if around:
             return around[-1]
-    return ""
+    return NO_COUNTER
 
 
 def list_of(line: Line) -> str:
@@ -90,7 +101,7 @@ def _blocks(file: str) -> tuple[list[range], list[range]]:
 
 
 @functools.lru_cache(maxsize=256)
-def _counters(file: str) -> list[tuple[range, str]]:
+def _counters(file: str) -> list[tuple[range, Counter]]:
     """Returns the lines and the counter of each counting loop in a file, outer loops first."""
     found = []
     for node in ast.walk(parsed(file)):
@@ -103,9 +114,20 @@ def _counters(file: str) -> list[tuple[range, str]]:
             first = loop.target.elts[0] if isinstance(loop.target, ast.Tuple) else loop.target
             if isinstance(first, ast.Name) and first.id != "_" and _counts(loop.iter):
                 assert isinstance(node, ast.stmt | ast.expr)
-                found.append((range(node.lineno, (node.end_lineno or node.lineno) + 1), identifier(first.id)))
+                lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+                found.append((lines, Counter(identifier(first.id), _numbers(loop.iter))))
     return sorted(found, key=lambda entry: (entry[0].start, -len(entry[0])))
 
 
 def _counts(over: ast.expr) -> bool:
     return isinstance(over, ast.Call) and isinstance(over.func, ast.Name) and over.func.id in _COUNTING
+
+
+def _numbers(over: ast.expr) -> range | None:
+    """Returns the numbers that `range(3)` counts, or None where they are not in the source."""
+    if not isinstance(over, ast.Call) or ast.unparse(over.func) != "range" or over.keywords:
+        return None
+    try:
+        return range(*map(ast.literal_eval, over.args))
+    except (ValueError, TypeError):
+        return None

@@ -146,7 +146,9 @@ class Looped:
         if not self.counted.is_range:
             return free("value", self.rounds.taken)
         entries = [self.rounds.body[self.rounds.start + line] for line, _ in self.counted.tokens]
-        wishes = [entry.counter for entry in entries if isinstance(entry, Statement) and entry.counter]
+        counters = [e.counter for e in entries if isinstance(e, Statement) and e.counter.name]
+        counted = set(map(int, self.counted.values))
+        wishes = [c.name for c in counters if c.numbers is None or counted.issubset(c.numbers)]
         listed = {entry.name for entry in self.rounds.listed.values()}
         if wishes and wishes[0] not in self.rounds.from_here_on | listed:
             return wishes[0]
