@@ -120,7 +120,7 @@ def _run(known: Known, tensors: Sequence[Tensor], structure: str, training: bool
                 f"{own.name} writes in place into {what}; expected a part that leaves it as it is"
             )
     results = _checked(own, found, _shapes_of(own, tensors, structure, training))
-    memory = {tensor.untyped_storage()._cdata for tensor in tensors}
+    memory = {t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided}
     return [r.clone() if r.untyped_storage()._cdata in memory else r for r in results]
 
 

@@ -12,7 +12,7 @@ from torch.ao.quantization import get_default_qat_qconfig, prepare_qat
 from torch.distributed.fsdp import fully_shard
 
 import pd2bw_fx
-from pd2bw_fx.errors import InputError
+from pd2bw_fx.errors import InputError, TraceError
 from tests.test_user_models import Plain, rows
 
 
@@ -173,3 +173,78 @@ def test_a_part_under_inference_mode_is_refused_with_its_line() -> None:
     with pytest.raises(InputError, match=r"torch.inference_mode \(test_unsupported.py:\d+: with .*no_grad"):
         pd2bw_fx.split(model, x, cluster=2, costs="analytic")
     assert pd2bw_fx.split(model.requires_grad_(False), x, cluster=2, costs="analytic").run(x)
+
+
+class Mixed(nn.Module):
+    """Rows mixed by a sparse matrix: what a graph network does with its adjacency."""
+
+    def __init__(self, matrix: Tensor, held: str) -> None:
+        super().__init__()
+        if held == "buffer":
+            self.register_buffer("matrix", matrix)
+        elif held == "parameter":
+            self.matrix = nn.Parameter(matrix, requires_grad=False)
+        else:
+            self.matrix = matrix
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.sparse.mm(self.matrix, hidden)
+
+
+class Graph(Plain):
+    def __init__(self, mixed: nn.Module) -> None:
+        super().__init__()
+        self.mixed = mixed
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.mixed(self.first(x)).relu()).square().mean()
+
+
+class GraphOfInput(Plain):
+    def forward(self, x: Tensor, matrix: Tensor) -> Tensor:
+        return self.second(torch.sparse.mm(matrix, self.first(x))).square().mean()
+
+
+class Unmixed(Graph):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu()).square().mean()
+
+
+def matrix(layout: torch.layout = torch.sparse_coo) -> Tensor:
+    return torch.eye(4).roll(1, 0).to_sparse(layout=layout)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.parametrize("held", ["buffer", "parameter", "attribute"])
+def test_a_sparse_matrix_that_the_model_computes_with_is_refused_by_name(
+    held: str, layout: torch.layout
+) -> None:
+    said = r"the sparse tensor 'mixed\.matrix' \(test_unsupported\.py:\d+.*its indices and values instead"
+    with pytest.raises(TraceError, match=said):
+        pd2bw_fx.split(Graph(Mixed(matrix(layout), held)), rows(), cluster=2, costs="analytic")
+
+
+def test_a_sparse_input_is_refused_by_name() -> None:
+    with pytest.raises(InputError, match=r"^input 'matrix' is a sparse tensor, expected a dense one"):
+        pd2bw_fx.split(GraphOfInput(), (*rows(), matrix()), cluster=2, costs="analytic")
+
+
+@pytest.mark.parametrize("held", ["buffer", "parameter"])
+def test_a_sparse_tensor_that_the_forward_leaves_alone_can_only_be_an_attribute(held: str) -> None:
+    with pytest.raises(TraceError, match=r"^'mixed\.matrix' is a sparse tensor, .* can be a plain attribute"):
+        pd2bw_fx.split(Unmixed(Mixed(matrix(), held)), rows(), cluster=2, costs="analytic")
+
+    model = Unmixed(Mixed(matrix(), "attribute"))
+    pipeline = pd2bw_fx.split(model, rows(), cluster=2, num_stages=2, costs="analytic")
+    assert torch.equal(pipeline.run(*rows())["loss"], model(*rows()))
+
+
+def test_an_untraced_part_may_have_a_sparse_matrix_in_an_attribute(tmp_path: Path) -> None:
+    model = Graph(pd2bw_fx.untraced(Mixed(matrix(), "attribute"), returns=torch.empty_like))
+
+    pipeline = pd2bw_fx.split(model, rows(), cluster=2, num_stages=2, costs="analytic")
+    pipeline.save(tmp_path / "graph")
+
+    loaded = pd2bw_fx.load(tmp_path / "graph")
+    assert torch.equal(loaded.run(*rows())["loss"], model(*rows()))

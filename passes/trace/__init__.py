@@ -51,6 +51,7 @@ from pd2bw_fx.traced import Attempt, Traced, TraceReport
 from .advice import cannot_be_traced, may_be_allowed
 from .checks.parameter_memory import require_memory_apart
 from .checks.second_call import OtherNextTimeError, called_before, fill_caches_outside, require_nothing_kept
+from .checks.sparse_tensors import require_dense, require_dense_inputs
 from .checks.unsupported import (
     refuse_inference_mode,
     refuse_tensor_hooks,
@@ -143,6 +144,7 @@ def trace(
     _require_arguments(tracer, kwargs)
     if isinstance(model, ExportedProgram) or (isinstance(model, fx.GraphModule) and loss_fn is None):
         given = _accepted(model, args or (), kwargs or {}, loss_fn)
+        require_dense(given)
         require_memory_apart(given)
         return given
     if loss_fn is not None:
@@ -158,6 +160,7 @@ def trace(
     else:
         flat = flatten_arguments(model, () if args is None else args, kwargs or {}, targets)
         require_data(model, flat.names, flat.tensors)
+        require_dense_inputs(flat.names, flat.tensors)
         request = _Request(model, loss_fn, tracer, common_batch_size(flat))
         fill_caches_outside(request.program(flat))
         ways = list(_ways(model, flat, (args, kwargs, targets), tracer))
@@ -165,6 +168,7 @@ def trace(
     findings = draft_findings(outcome.program, request.batch_size) if outcome.needs_findings else ()
     if outcome.traced is None:
         raise cannot_be_traced(outcome.program, outcome.failures, findings, tracer)
+    require_dense(outcome.traced)
     require_memory_apart(outcome.traced)
     own_notes = outcome.traced.report.notes
     report = TraceReport(

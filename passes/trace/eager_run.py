@@ -130,12 +130,14 @@ def call_apart(program: Program) -> Callable[[Mapping[str, Tensor]], dict[str, T
 def keep_state(module: nn.Module) -> Iterator[list[str]]:
     """Restores parameters, buffers, tensors in plain attributes and random generators afterwards.
 
+    Sparse tensors are left as they are: no trace reads them (`checks/sparse_tensors.py`).
+
     Yields a list that has the names of the tensors that were written, once the block has ended.
     """
     tensors = {
         name: tensor
         for name, tensor in (*module.named_parameters(), *module.named_buffers(), *_attributes(module))
-        if not (isinstance(tensor, FakeTensor) or tensor.is_meta)
+        if not (isinstance(tensor, FakeTensor) or tensor.is_meta) and tensor.layout is torch.strided
     }
     held = {name: (tensor.data, tensor.detach().clone()) for name, tensor in tensors.items()}
     written: list[str] = []
