@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import pd2bw_fx
 from pd2bw_fx.process_settings import ProcessSettings
@@ -120,3 +121,36 @@ def test_models_are_split_and_layers_draw_where_the_older_switch_cannot_tell() -
     assert answers() == before
     assert BACKENDS.cudnn.enabled
     assert BACKENDS.mkldnn.enabled
+
+
+class Ramp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).relu() * ((x > 0) / 3) * torch.ones(8) @ (torch.arange(64).view(8, 8) / 3)
+        h = self.second(h) + torch.zeros(8, dtype=torch.float32) + torch.arange(8)
+        return (h @ torch.linspace(0, 1, 8)).square().mean()
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("float64")
+def test_stages_keep_the_default_type_that_their_model_was_split_under(tmp_path: Path) -> None:
+    x, model = torch.randn(4, 8), Ramp()
+    pipeline = pd2bw_fx.split(model, x, cluster=2, num_stages=2, costs="analytic")
+    pipeline.save(tmp_path / "ramp")
+    expected = model(x)
+
+    torch.set_default_dtype(torch.float32)
+
+    assert torch.equal(pd2bw_fx.load(tmp_path / "ramp").run(x)["loss"], expected)
+    source = "".join(stage.source for stage in pipeline.stages)
+    assert "torch.linspace(0, 1, 8, dtype=torch.float64, device=" in source
+    assert "torch.arange(8, device=" in source

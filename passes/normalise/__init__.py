@@ -8,6 +8,7 @@
     nodes          what a node's schema says of it: its name, its writes, its random numbers
     clean          small rewrites: guards, identities, dead code and the like are removed
     augmented      `mask |= other` under the names of the plain operators
+    default_dtype  types that come from torch's default, where that is not float32
     resized        `resize_` of tensors that have no values yet
     numbers        tensors that the tracer made of numbers, as numbers again
     functional     in-place writes to activations, as functional operators
@@ -53,6 +54,7 @@ from .clean import (
     remove_true_terms,
     separate_repeated_outputs,
 )
+from .default_dtype import write_default_dtype
 from .describe import Describer, parameter_specs, source_line
 from .facts import Facts, observe
 from .functional import make_functional, reshape_as_views
@@ -132,6 +134,8 @@ def _observed(draft: Draft, traced: Traced) -> tuple[Draft, Facts, SizeRange]:
         return draft, assume(draft, trainable), traced.batch_sizes
     try:
         facts = observe(_program(draft), traced.examples)
+        if write_default_dtype(draft, facts):
+            facts = observe(_program(draft), traced.examples)
         sizes = sizes_alike(_program(draft), facts, traced)
     except Pd2bwError:
         raise
