@@ -58,5 +58,5 @@ class Sweep:
 
     def __str__(self) -> str:
         lines = [str(setting) for setting in self.settings]
-        lines += [f"{name}: {reason.partition(':')[0]}" for name, reason in self.skipped]
+        lines += [f"{name}: {reason}" for name, reason in self.skipped]
         return "\n".join(lines)
