@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import runpy
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -150,3 +152,29 @@ def test_layers_called_as_modules_of_the_library_import_nothing(tmp_path: Path) 
     source = _tried_out(_Lettered(), tmp_path, torch.randn(2, 4))
     imports = [line for line in source.splitlines() if line.startswith(("import ", "from "))]
     assert imports == ["import torch", "from torch import Tensor, nn"]
+
+
+class OrderedDict(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * 2
+
+
+class Doubled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(collections.OrderedDict(up=nn.Linear(4, 4), act=nn.Tanh()))
+
+    def forward(self, DoubledStage0: Tensor) -> Any:
+        return OrderedDict.apply(self.layers(DoubledStage0))  # type: ignore[no-untyped-call]
+
+
+def test_a_function_called_as_an_imported_class_and_an_input_called_as_the_stage(tmp_path: Path) -> None:
+    source = _tried_out(Doubled(), tmp_path, torch.randn(2, 4))
+
+    assert "class OrderedDict(" not in source
+    assert "    DoubledStage0_2 = torch.rand((2, 4))" in source

@@ -190,10 +190,11 @@ def _main(
     ]
     if has_buffers:  # before weights are loaded they hold anything: an index could be out of range
         lines += [f"    for buffer in {stage}.buffers():", "        buffer.zero_()"]
-    for port in inputs:
-        lines += laid_out(f"{port.name} = {_random(port.spec)}", 4)
-    arguments = ", ".join(port.name for port in inputs)
-    lines += laid_out(f"returned = {stage}({arguments})", 4)
+    taken = {root_name, *(port.name for port in inputs)}
+    arguments = [free_name(port.name, taken) if port.name == root_name else port.name for port in inputs]
+    for name, port in zip(arguments, inputs, strict=True):
+        lines += laid_out(f"{name} = {_random(port.spec)}", 4)
+    lines += laid_out(f"returned = {stage}({', '.join(arguments)})", 4)
     lines += [
         "    results = returned if isinstance(returned, tuple) else (returned,)",
         "    for result in results:",

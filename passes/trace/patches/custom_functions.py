@@ -88,7 +88,7 @@ class _Names:
     def of(self, cls: type, text: str) -> str:
         base = re.sub(r"\W+", "_", cls.__name__, flags=re.ASCII).strip("_")
         base = base[:1].upper() + base[1:]
-        if not base[:1].isalpha() or keyword.iskeyword(base) or base in ("F", "Tensor"):
+        if not base[:1].isalpha() or keyword.iskeyword(base) or base in ("F", "OrderedDict", "Tensor"):
             base = f"Custom{base}"
         name, count = base, 1
         while self.given.setdefault(name, (cls, text)) != (cls, text):
