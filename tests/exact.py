@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.passes.normalise import normalise
 from pd2bw_fx.passes.trace import trace
+from pd2bw_fx.program import ProgramInterpreter
 
 Batch = Mapping[str, Any]
 
@@ -50,3 +51,24 @@ def assert_same(model: nn.Module, graph: OperatorGraph, batch: Batch, *, toleran
     for (name, buffer), other in zip(model.named_buffers(), eager.named_buffers(), strict=True):
         assert torch.equal(buffer, other[1]), name
     model.load_state_dict(before)
+
+
+class _Recorder(ProgramInterpreter):
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        self.seen = {**getattr(self, "seen", {}), n.name: value}
+        return value
+
+
+def assert_outputs_are_described(graph: OperatorGraph, batch: Batch) -> None:
+    """Compares the types, shapes and gradients that the graph states with those of a real run."""
+    assert graph.fx is not None
+    recorder = _Recorder(graph.fx)
+    recorder.run(*(batch[name] for name in graph.inputs))
+
+    for name, operator in graph.operators.items():
+        value = recorder.seen[name]
+        found = [v for v in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(v, Tensor)]
+        assert [spec.requires_grad for spec in operator.outputs] == [v.requires_grad for v in found], name
+        assert [spec.dtype for spec in operator.outputs] == [v.dtype for v in found], name
+        assert [spec.example_shape for spec in operator.outputs] == [tuple(v.shape) for v in found], name
