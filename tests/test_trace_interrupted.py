@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from typing import Any, NoReturn
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pd2bw_fx.errors import TraceError
-from pd2bw_fx.passes.trace import trace
+from pd2bw_fx.passes.trace import front_ends, trace
 
 
 class Choosing(nn.Module):
@@ -30,7 +29,7 @@ def test_what_torch_raises_over_an_interrupt_is_one(monkeypatch: pytest.MonkeyPa
         except KeyboardInterrupt:
             raise AttributeError("module 'torch._dynamo' has no attribute 'exc'")  # noqa: B904
 
-    monkeypatch.setattr(sys.modules[trace.__module__], "export", imported)
+    monkeypatch.setattr(front_ends, "export", imported)
     with pytest.raises(KeyboardInterrupt):
         trace(Choosing(), (torch.randn(3, 4),))
 

@@ -4,6 +4,7 @@ itself is refused.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -139,7 +140,8 @@ def test_a_mapped_function_is_the_model_s(middle: Middle) -> None:
     pipe = pd2bw_fx.split(Mapping(middle), torch.randn(4, 8), cluster=2, costs="analytic")
 
     assert pipe.verify().worst.relative <= 1e-6
-    assert not any("vmap" in stage.source or "batch_dim" in stage.source for stage in pipe.stages)
+    code = [re.sub(r"#.*", "", stage.source) for stage in pipe.stages]  # comments name this file
+    assert not any("vmap" in text or "batch_dim" in text for text in code)
 
 
 def test_a_map_over_the_batch_leaves_its_size_open() -> None:

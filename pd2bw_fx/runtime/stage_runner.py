@@ -199,8 +199,12 @@ class StageRunner:
         """
         outputs = {port.value: produced[port.value] for port in self.program.outputs if port.targets}
         if self._views_of_weights is None:
-            memory = {_memory(parameter) for parameter in module.parameters() if parameter.requires_grad}
-            self._views_of_weights = [value for value, tensor in outputs.items() if _memory(tensor) in memory]
+            trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+            self._views_of_weights = [
+                value
+                for value, tensor in outputs.items()
+                if id(tensor._base if tensor._is_view() else tensor) in trained
+            ]
         return outputs | {value: outputs[value].detach().clone() for value in self._views_of_weights}
 
     def _kept_in_evaluation(self, module: nn.Module) -> dict[Tensor, Tensor]:
@@ -366,7 +370,3 @@ class StageRunner:
         Kind.WEIGHT_GRADIENT: _weight_gradient,
         Kind.SEND_GRADIENT: _send_gradient,
     }
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
