@@ -136,7 +136,11 @@ def test_a_count_that_ends_asks_for_nothing_that_no_call_comes_to() -> None:
             self.wrapped = (self.wrapped + 1) % 3
             return self.wrapped
 
-    trace(Ending("attribute", lambda count: count >= 3), (torch.randn(3, 4),))
+    model, x = Ending("attribute", lambda count: count >= 3), torch.randn(3, 4)
+    traced = trace(model, (x,))
+
+    assert traced.call is not None
+    assert torch.equal(traced.call({"x": x})["loss"], model(x))
 
 
 def test_followed_numbers_are_numbers_and_know_what_is_asked_of_them() -> None:

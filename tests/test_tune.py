@@ -73,8 +73,11 @@ def test_sizes_that_a_model_cannot_run_are_left_out_or_named(costs: Literal["ana
     name, reason = found.skipped[0]
     assert name == "microbatches of 1"
     assert f"{name}: {reason}" in str(found)  # also what stands behind a colon in it
-    assert {setting.microbatch_size for setting in found.settings} <= {2, 4}  # one may be too slow to plan
-    assert found.settings
+    slower = {name for name, reason in found.skipped if reason.startswith("not planned, since its work")}
+    sizes = {size for size in (2, 4) if any(f"microbatches of {size}" in name for name in slower)}
+    planned = {setting.microbatch_size for setting in found.settings}
+    assert planned | sizes == {2, 4}
+    assert costs == "measured" or planned == {2, 4}
     with pytest.raises(Pd2bwError, match="with microbatches of 1: "):
         pd2bw_fx.tune(model, x, batch_size=4, microbatch_sizes=(1, 2), cluster=2, costs=costs)
     with pytest.raises(Pd2bwError):

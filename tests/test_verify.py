@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import pd2bw_fx
 from pd2bw_fx.errors import InputError, VerificationError
+from pd2bw_fx.program import set_fast_path
 
 BY_TYPE = 2e-5
 
@@ -252,9 +253,11 @@ def test_the_fast_path_of_a_part_in_evaluation_mode_is_no_difference_where_it_ro
 
     model = Preferring(layer).train()
     assert model(*batch)["above"] > 0  # by rounding alone
-    pd2bw_fx.split(
-        model, batch, cluster=2, costs="analytic"
-    ).verify()  # raises for what is more than rounding
+    verification = pd2bw_fx.split(model, batch, cluster=2, costs="analytic").verify()
+    with set_fast_path(on=False):
+        is_same_elsewhere = model(*batch)["above"] == 0
+    # Some CPUs round products by where operands lie in memory: there the layers differ without the path too.
+    assert verification.exact or not is_same_elsewhere
     assert torch.backends.mha.get_fastpath_enabled()
     with pytest.raises(VerificationError, match=r"not without torch's fast path.*=False"):
         pd2bw_fx.split(
