@@ -45,8 +45,6 @@ METHODS = ("auto", "measured", "analytic")
 
 _NAMED = 3  # examples that a note names
 _TOO_LONG = 1.5  # operators together over the model: measured at one time, the ratio is within 1.2
-_TOO_SHORT = 4.0  # the model over its operators together, each with `_CALL_S` for its call
-_CALL_S = 50e-6
 
 
 def profile(
@@ -171,9 +169,7 @@ def _timed(
             return costs, False
         seconds = stopwatch.whole(lambda: whole(inputs), key=("whole", walk.keys))
     total_s = sum(cost.forward_s + cost.backward_s for cost in costs.values())
-    is_too_long = total_s > _TOO_LONG * stopwatch.takes_s
-    is_too_short = stopwatch.takes_s > _TOO_SHORT * (total_s + len(costs) * _CALL_S)
-    return _scaled(costs, *seconds), stopwatch.knew_some and (is_too_long or is_too_short)
+    return _scaled(costs, *seconds), stopwatch.knew_some and total_s > _TOO_LONG * stopwatch.takes_s
 
 
 def _scaled(
