@@ -62,53 +62,49 @@ def up_to_each(tensor: Tensor, dim: int, neutral: float) -> Tensor:
     return torch.where(places <= places.unsqueeze(1), moved.unsqueeze(-2), neutral)
 
 
-def _bce(
-    input: Tensor,  # noqa: A002 - as torch calls it
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-) -> Any:
-    if size_average is not None or reduce is not None:
-        return NotImplemented
-    own, other = input.log().clamp(min=_LEAST_LOG), (1 - input).log().clamp(min=_LEAST_LOG)
-    return _reduced(-(target * own + (1 - target) * other), weight, reduction)
+def _reduced(losses_of: Callable[..., Tensor]) -> Callable[..., Any]:
+    """Returns the torch function of a loss, from one that computes the losses of all entries or rows."""
+
+    def loss(
+        input: Tensor,  # noqa: A002 - as torch calls it
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        *more: Any,
+        **named: Any,
+    ) -> Any:
+        if size_average is not None or reduce is not None:  # torch has deprecated both
+            return NotImplemented
+        losses = losses_of(input, target, weight, *more, **named)
+        return losses.mean() if reduction == "mean" else losses.sum() if reduction == "sum" else losses
+
+    return loss
 
 
+def _weighed(losses: Tensor, weight: Tensor | None) -> Tensor:
+    return losses if weight is None else losses * weight
+
+
+@_reduced
+def _bce(probability: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
+    own, other = probability.log().clamp(min=_LEAST_LOG), (1 - probability).log().clamp(min=_LEAST_LOG)
+    return _weighed(-(target * own + (1 - target) * other), weight)
+
+
+@_reduced
 def _bce_with_logits(
-    input: Tensor,  # noqa: A002 - as torch calls it
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    pos_weight: Tensor | None = None,
-) -> Any:
-    if size_average is not None or reduce is not None:
-        return NotImplemented
+    logits: Tensor, target: Tensor, weight: Tensor | None, pos_weight: Tensor | None = None
+) -> Tensor:
     positive = target if pos_weight is None else pos_weight * target
-    losses = -(positive * _log_sigmoid(input) + (1 - target) * _log_sigmoid(-input))
-    return _reduced(losses, weight, reduction)
+    return _weighed(-(positive * _log_sigmoid(logits) + (1 - target) * _log_sigmoid(-logits)), weight)
 
 
-def _multilabel(
-    input: Tensor,  # noqa: A002 - as torch calls it
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-) -> Any:
-    if size_average is not None or reduce is not None:
-        return NotImplemented
-    losses = -(target * _log_sigmoid(input) + (1 - target) * _log_sigmoid(-input))
-    return _reduced((losses if weight is None else losses * weight).mean(-1), None, reduction)
-
-
-def _reduced(losses: Tensor, weight: Tensor | None, reduction: str) -> Tensor:
-    weighed = losses if weight is None else losses * weight
-    return weighed.mean() if reduction == "mean" else weighed.sum() if reduction == "sum" else weighed
+@_reduced
+def _multilabel(logits: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
+    losses = -(target * _log_sigmoid(logits) + (1 - target) * _log_sigmoid(-logits))
+    return _weighed(losses, weight).mean(-1)
 
 
 BY_NAME: Mapping[str, Callable[..., Any]] = {
