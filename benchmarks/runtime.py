@@ -7,7 +7,10 @@
 
 Every process has one thread. In each round every contender trains the same number of updates, and 2BW does so
 before and after each of them: what counts is a contender's time over 2BW's right beside it, so that drift of
-the machine cancels, which is a tenth within seconds. A ratio of two contenders is the median of its rounds.
+the machine cancels, which is a tenth within seconds. Many short rounds (--rounds 20 --updates 3) are surer
+than a few long ones. 2BW's pipeline stays filled while the others have their turn. A ratio of two contenders
+is the median of its rounds.
+
 "bound" is the stages' compute on all processes at once without any communication, "without messages" the
 same in 2BW's order, with its microbatches in flight and its copy of the weights. Where stages differ, 1F1B
 loses less than (m + 1) / m of it: the table says how much by the stages' times in the bound, for as many
@@ -63,11 +66,11 @@ RATIOS = (
     ("gpipe", "torch GPipe"),
     ("interleaved", "torch interleaved"),
 )
-WARM_UP = 2  # updates; the first stages are ahead of the last ones only after they have made one
+WARM_UP = 1  # updates of a turn before the clock starts
 Times = dict[str, list[float]]
 Clock = Callable[[list[float]], float]  # what the processes' seconds count as
 CLOCKS: dict[str, Clock] = {"slowest": max, "mean": statistics.mean}
-Contender = tuple[Update, Update]  # one update, and what to do at the end of a round
+Contender = tuple[Update, Update]  # one update, and what to do after the last round
 
 
 def main() -> None:
@@ -167,19 +170,19 @@ def nothing() -> None:
 def measured(
     contenders: dict[str, Contender], rounds: int, updates: int, clock: Clock
 ) -> tuple[Times, Times, list[list[float]]]:
-    """For each round after a first that warms up: seconds an update, these over 2BW's beside it, and of each
-    process in the bound."""
+    """For each round after a first, which fills the pipeline: seconds an update, these over 2BW's beside it,
+    and of each process in the bound."""
     seconds: Times = {name: [] for name in contenders}
     beside: Times = {name: [] for name in contenders}
     stages: list[list[float]] = []
     others = [name for name in contenders if name != "2bw"]
     for number in range(rounds + 1):
-        before_s = clock(seconds_of(contenders["2bw"], updates))
+        before_s = clock(seconds_of(contenders["2bw"][0], updates))
         own_s = [before_s]
         for name in others:
-            of_processes_s = seconds_of(contenders[name], updates)
+            of_processes_s = seconds_of(contenders[name][0], updates)
             took_s = clock(of_processes_s)
-            after_s = clock(seconds_of(contenders["2bw"], updates))
+            after_s = clock(seconds_of(contenders["2bw"][0], updates))
             own_s.append(after_s)
             if number > 0:
                 seconds[name].append(took_s)
@@ -190,18 +193,18 @@ def measured(
         if number > 0:
             seconds["2bw"].append(statistics.median(own_s))
             beside["2bw"].append(1.0)
+    for _, finish in contenders.values():
+        finish()
     return seconds, beside, stages
 
 
-def seconds_of(contender: Contender, updates: int) -> list[float]:
+def seconds_of(update: Update, updates: int) -> list[float]:
     """Seconds an update, of each process.
 
-    The updates before the clock starts fill the pipeline: 2BW is timed in its steady state. Whose clock
-    counts makes a difference where processes share cores: over few updates 2BW's ranks are not yet as far
-    ahead of one another as they are to be, and the last of the bound's processes, which wait for nobody, ends
-    alone.
+    Nobody flushes at the end: 2BW is timed in its steady state, with its pipeline as full as its last turn
+    left it. Whose clock counts makes a difference where processes share cores: the last of the bound's
+    processes, which wait for nobody, ends alone.
     """
-    update, finish = contender
     dist.barrier()
     for _ in range(WARM_UP):
         update()
@@ -211,7 +214,6 @@ def seconds_of(contender: Contender, updates: int) -> list[float]:
     took = torch.tensor([(time.perf_counter() - began) / updates], dtype=torch.float64)
     everyone = [torch.empty_like(took) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, took)
-    finish()
     return [float(each) for each in everyone]
 
 
