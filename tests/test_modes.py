@@ -306,12 +306,29 @@ class Bent(nn.Module):
         return self.last(hidden.tanh()).square().mean()
 
 
-def test_a_branch_that_does_nothing_yet_is_told_too() -> None:
-    pipe = pd2bw_fx.split(Bent(), torch.randn(4, 4), cluster=1, costs="analytic")
+class Centred(nn.Module):
+    """Subtracts a mean in training, which is zero at first (DINO's centre, arXiv 2104.14294)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.register_buffer("centre", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if self.training:
+            hidden = hidden - self.centre
+            self.centre.lerp_(hidden.detach().mean(0), 0.1)
+        return self.last(hidden.tanh()).square().mean()
+
+
+@pytest.mark.parametrize("kind", [Bent, Centred])
+def test_a_branch_that_does_nothing_yet_is_told_too(kind: type[nn.Module]) -> None:
+    pipe = pd2bw_fx.split(kind(), torch.randn(4, 4), cluster=1, costs="analytic")
 
     assert pipe.trace_report is not None
     assert "with other weights than it has now, 'loss' is another one" in pipe.trace_report.evaluation
-    assert "Bent at the top asks for the mode" in pipe.trace_report.evaluation
+    assert f"{kind.__name__} at the top asks for the mode" in pipe.trace_report.evaluation
 
 
 class Guided(nn.Module):

@@ -2,8 +2,9 @@
 
 A trace has one of the two branches of `if self.training`. Where a layer of the author's asks for its mode,
 the branches may agree at the present weights and not later: noise of a strength that is still zero, a power
-iteration that has converged. So they are compared at other weights too. They may also agree by chance, where
-labels are dropped at a small rate: so if one side draws random numbers, the other must.
+iteration that has converged, a centre that training subtracts and that is still zero. So they are compared
+at other weights too, and with the buffers that a few forwards in training leave. They may also agree by
+chance, where labels are dropped at a small rate: so if one side draws random numbers, the other must.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from .sides import (
     written_by,
 )
 
+_CALLS_IN_TRAINING = 2
 _MOVED_BY = 0.1  # how far weights are moved, relative to 1 plus their size
 
 
@@ -79,7 +81,8 @@ def evaluation_of(
     first = compared(tensors)
     if first.differs or not asking_for_mode(model):
         return first
-    later = compared(_moved(graph, tensors))
+    moved = _moved(graph, tensors)
+    later = compared({**moved, **_after_training(graph, programs, moved, example, random=in_order)})
     if not later.has_run:  # with weights that nobody has trained
         return first
     told = f"with other weights than it has now, {later.differs}" if later.differs else ""
@@ -95,6 +98,30 @@ def _moved(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> dict[str, Ten
             by = torch.randn(tensor.shape, generator=generator, device="cpu").to(tensor) * _MOVED_BY
             moved[name] = tensor + by * (1 + tensor.abs())
     return moved
+
+
+def _after_training(
+    graph: OperatorGraph,
+    programs: Sequence[StageProgram],
+    tensors: Mapping[str, Tensor],
+    example: Mapping[str, Tensor],
+    *,
+    random: bool,
+) -> dict[str, Tensor]:
+    """Returns what a forward in training writes, as a few leave it: a centre has moved, a count is 2.
+
+    It is empty where the stages cannot run with these weights.
+    """
+    names = written_by(graph)
+    modules = stage_modules(graph, programs, tensors)
+    try:
+        with randomness(on=random), torch.no_grad():
+            for _ in range(_CALLS_IN_TRAINING):
+                run_forwards(programs, modules, example)
+    except Exception:  # the comparison that follows tells of it
+        return {}
+    held = [held_tensors(program, module) for program, module in zip(programs, modules, strict=True)]
+    return {name: tensor.detach() for own in held for name, tensor in own.items() if name in names}
 
 
 def _of_model(
