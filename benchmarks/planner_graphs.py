@@ -21,8 +21,9 @@ from planner_drawn import BRANCHY
 from rich.console import Console
 from rich.table import Table
 
-from pd2bw_fx.cluster import Cluster, Device
+from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.costs import Costs
+from pd2bw_fx.device import Device
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.models.gpt import GPT, GPTConfig
 from pd2bw_fx.passes.coarsen import coarsen

@@ -20,7 +20,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from pd2bw_fx.cluster import Cluster, Device
+from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.device import Device
 from pd2bw_fx.models import MODELS, build
 from pd2bw_fx.passes.coarsen import coarsen
 from pd2bw_fx.passes.normalise import normalise

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from pd2bw_fx.cluster import Device
+from pd2bw_fx.device import Device
 from pd2bw_fx.models import MODELS, build
 from pd2bw_fx.models.bert import Bert, BertConfig
 from pd2bw_fx.models.gpt import GPT, GPTConfig

@@ -23,8 +23,9 @@ from typing import Any
 
 import networkx as nx
 
-from pd2bw_fx.cluster import Cluster, Device
+from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.costs import Costs, OperatorCost, Work
+from pd2bw_fx.device import Device
 from pd2bw_fx.errors import InputError, shown
 from pd2bw_fx.graph import Operator, OperatorGraph
 from pd2bw_fx.problem import Block, ParameterSize, Problem, Value

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from pd2bw_fx.cluster import Cluster, Device
+from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
+from pd2bw_fx.device import Device
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.problem import Problem

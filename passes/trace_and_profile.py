@@ -11,8 +11,8 @@ from torch.export import ExportedProgram
 
 from pd2bw_fx.arguments import require_choice
 from pd2bw_fx.batch import BatchLayout
-from pd2bw_fx.cluster import Device
 from pd2bw_fx.costs import Costs
+from pd2bw_fx.device import Device
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.pipeline import Pipeline

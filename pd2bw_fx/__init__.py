@@ -10,10 +10,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pd2bw_fx.batch import Microbatches
-from pd2bw_fx.cluster import Cluster, Device
-from pd2bw_fx.constraints import Constraints
-from pd2bw_fx.costs import MemoryModel
 from pd2bw_fx.errors import (
     ClusterError,
     ExportError,
@@ -27,16 +23,21 @@ from pd2bw_fx.errors import (
     VerificationError,
     WorkerError,
 )
-from pd2bw_fx.metrics import Metrics
-from pd2bw_fx.plan import Plan
 
 if TYPE_CHECKING:
+    from pd2bw_fx.batch import Microbatches
+    from pd2bw_fx.cluster import Cluster
+    from pd2bw_fx.constraints import Constraints
+    from pd2bw_fx.costs import MemoryModel
+    from pd2bw_fx.device import Device
+    from pd2bw_fx.metrics import Metrics
     from pd2bw_fx.onnx_pipeline import OnnxPipeline
     from pd2bw_fx.passes.export_onnx import merge_onnx
     from pd2bw_fx.passes.split import split
     from pd2bw_fx.passes.split_onnx import split_onnx
     from pd2bw_fx.passes.tune import tune
     from pd2bw_fx.pipeline import Pipeline, load
+    from pd2bw_fx.plan import Plan
     from pd2bw_fx.runtime.engine import Engine
     from pd2bw_fx.untraced_call import untraced
 
@@ -72,12 +73,19 @@ __all__ = [
     "untraced",
 ]
 
-# The modules that trace, plan and draw are imported on first use: a process that trains a stage does not need
-# them, and starts in two thirds of the time.
+# Imported on first use: the command line's help needs none of them, the planner no torch, and a process that
+# trains a stage neither what traces nor what plans and draws.
 _WHEN_ASKED_FOR = {
+    "Cluster": "cluster",
+    "Constraints": "constraints",
+    "Device": "device",
     "Engine": "runtime.engine",
+    "MemoryModel": "costs",
+    "Metrics": "metrics",
+    "Microbatches": "batch",
     "OnnxPipeline": "onnx_pipeline",
     "Pipeline": "pipeline",
+    "Plan": "plan",
     "load": "pipeline",
     "merge_onnx": "passes.export_onnx",
     "split": "passes.split",

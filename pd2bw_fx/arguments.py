@@ -10,12 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
-
 from pd2bw_fx.errors import InputError, shown
-
-WRAPPERS = (DataParallel, DistributedDataParallel)  # the class of compiled modules takes a second to import
 
 
 def plain(value: Any) -> Any:
@@ -34,13 +29,6 @@ def make_plain(frozen: Any, *names: str) -> None:
         several = isinstance(value, Sequence) and not isinstance(value, str)
         own = tuple(map(plain, value)) if several else plain(value)
         object.__setattr__(frozen, name, own)
-
-
-def forward_signature(model: nn.Module) -> inspect.Signature:
-    """Returns the arguments that a model takes; torch's wrappers pass on whatever they are given."""
-    while isinstance(model, WRAPPERS) or "_orig_mod" in model._modules:
-        model = getattr(model, "_orig_mod" if "_orig_mod" in model._modules else "module")
-    return inspect.signature(model.forward)
 
 
 def require_whole_number(name: str, value: Any, *, least: int = 1) -> None:
@@ -136,21 +124,6 @@ def require_function(name: str, value: Any, expected: str, *, num_arguments: int
     except TypeError:
         takes = ", ".join(signature.parameters) or "nothing"
         raise InputError(f"{name} takes {takes}; {expected} was expected") from None
-
-
-def require_loss_function(name: str, value: Any) -> None:
-    """Raises InputError for what cannot be called, or has parameters to train."""
-    if isinstance(value, type):
-        raise InputError(f"{name} is the class {value.__name__}; give one of it: {value.__name__}()")
-    require_function(name, value, "a function of output and targets")
-    if not isinstance(value, nn.Module):
-        return
-    trainable = [own for own, parameter in value.named_parameters() if parameter.requires_grad]
-    if trainable:
-        raise InputError(
-            f"{name} has the trainable parameter {trainable[0]!r}, which no stage would own; make it a part "
-            "of the model, and let the model return its loss"
-        )
 
 
 def _is_whole(value: Any) -> bool:

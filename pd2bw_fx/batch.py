@@ -15,10 +15,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from pd2bw_fx.arguments import forward_signature
 from pd2bw_fx.containers import entry_at, leaves_of, place_of
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import dtype_from_name, dtype_name
+from pd2bw_fx.model_arguments import forward_signature
 from pd2bw_fx.names import free_name, name_of_path
 from pd2bw_fx.plain_values import PlainValue, plain_values, require_plain
 from pd2bw_fx.size_range import ANY_SIZE, SizeRange

@@ -12,15 +12,19 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-import torch
-
 from pd2bw_fx import __version__
 from pd2bw_fx.commands import comparing, onnx, planning, probing, training
 from pd2bw_fx.commands.common import DEBUG_HELP
 from pd2bw_fx.commands.options import in_options
 from pd2bw_fx.errors import ClusterError, InputError, Pd2bwError
-from pd2bw_fx.runtime.failure import STARTED_BY, end_with_parent, tell_launcher
-from pd2bw_fx.train import STARTED_HERE, is_under_torchrun, leave_output
+from pd2bw_fx.runtime.launcher import (
+    STARTED_BY,
+    STARTED_HERE,
+    end_with_parent,
+    is_under_torchrun,
+    leave_output,
+    tell_launcher,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,7 +36,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.started_here:
         end_with_parent(int(os.environ[STARTED_BY]))
     try:
-        torch.manual_seed(getattr(options, "seed", 0))  # fresh weights and dropout: the same every time
         code: int = options.run(options)
         if sys.stdout is not None:  # None where it was closed from the beginning
             sys.stdout.flush()

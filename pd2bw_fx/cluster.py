@@ -6,77 +6,21 @@ import json
 import math
 import os
 import tomllib
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import torch
-
-from pd2bw_fx.arguments import make_plain, plain
-from pd2bw_fx.cluster_file import KINDS, USUAL_RATES, parts_of, require_few
+from pd2bw_fx.arguments import plain
+from pd2bw_fx.cluster_file import parts_of, require_few
+from pd2bw_fx.device import Device, checked_devices
 from pd2bw_fx.errors import ClusterError, shown
+from pd2bw_fx.machine import cores_each, gpu_memory_bytes, machine_memory_bytes, num_gpus, num_threads
 from pd2bw_fx.units import parse_bytes
 
 # What a gloo pair on one host does; measured links come from a cluster file.
 LOCAL_BYTES_PER_S = 2e9
 LOCAL_LATENCY_S = 100e-6
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """One accelerator or one CPU process.
-
-    `speed` divides operator times that were measured or estimated for the reference device (1.0 is that
-    device). `flops_per_s` and `memory_bytes_per_s` serve the analytic estimate, where nothing can be
-    measured; by default they are those of a CPU, or of a GPU where `kind` is "cuda". A device with other
-    rates than the first one is estimated by its rates, and not by its speed. In a cluster file, a device that
-    states no rates has those of the first; in Python, pass the same rates for both where speed is to count.
-
-    `memory_bytes` may be given as a text such as "8 GiB". Raises ClusterError for a text that is no size.
-    """
-
-    name: str
-    memory_bytes: int
-    kind: str = "cpu"
-    speed: float = 1.0
-    flops_per_s: float = None  # type: ignore[assignment]  # __post_init__ takes that of its kind
-    memory_bytes_per_s: float = None  # type: ignore[assignment]
-    host: str = "localhost"
-
-    if TYPE_CHECKING:  # a text becomes a number
-
-        def __init__(
-            self,
-            name: str,
-            memory_bytes: int | str,
-            kind: str = "cpu",
-            speed: float = 1.0,
-            flops_per_s: float | None = None,
-            memory_bytes_per_s: float | None = None,
-            host: str = "localhost",
-        ) -> None: ...
-
-    def __post_init__(self) -> None:
-        for key, usual in USUAL_RATES.get(str(self.kind), USUAL_RATES["cpu"]).items():
-            if getattr(self, key) is None:
-                object.__setattr__(self, key, usual)
-        make_plain(self, "memory_bytes", "speed", "flops_per_s", "memory_bytes_per_s")
-        given: Any = self.memory_bytes
-        if isinstance(given, str):
-            try:
-                object.__setattr__(self, "memory_bytes", parse_bytes(given))
-            except ValueError as error:
-                raise ClusterError(f"device {shown(self.name)}: memory_bytes: {error}") from None
-        if isinstance(given, float) and given.is_integer():  # 16e9
-            object.__setattr__(self, "memory_bytes", int(given))
-
-    def roof_s(self, flops: float, num_bytes: float) -> float:
-        """Returns the seconds of the arithmetic or of the memory traffic, whichever are more (the
-        roofline).
-        """
-        return max(flops / self.flops_per_s, num_bytes / self.memory_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +44,7 @@ class Cluster:
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "devices", _checked_devices(self.devices))
+        object.__setattr__(self, "devices", checked_devices(self.devices))
         for key in ("bytes_per_s", "latency_s"):
             object.__setattr__(self, key, _rows(key, getattr(self, key)))
         _check_matrix("bytes_per_s", self.bytes_per_s, self.devices, zero_allowed=False)
@@ -126,7 +70,7 @@ class Cluster:
         """
         first = self.devices[0]
         beside = [device for device in self.devices if (device.kind, device.host) == ("cpu", first.host)]
-        return min(torch.get_num_threads(), cores_each(max(1, len(beside))))
+        return min(num_threads(), cores_each(max(1, len(beside))))
 
     @property
     def is_uniform(self) -> bool:
@@ -172,10 +116,12 @@ class Cluster:
     @classmethod
     def local(cls) -> Self:
         """Returns this machine's CUDA devices, or two CPU processes (four on 8 cores or more)."""
-        count = torch.cuda.device_count()
+        count = num_gpus()
         if count == 0:
             return cls.uniform(4 if (os.cpu_count() or 2) >= 8 else 2)
-        devices = tuple(_cuda_device(index) for index in range(count))
+        devices = tuple(
+            Device(f"cuda:{index}", gpu_memory_bytes(index), kind="cuda") for index in range(count)
+        )
         return cls(devices, _constant(count, 25e9), _constant(count, 10e-6))
 
     @classmethod
@@ -194,7 +140,7 @@ class Cluster:
                 "give a number of devices, a Cluster, or the path of a TOML file"
             )
         if isinstance(description, int):
-            local = torch.cuda.device_count()
+            local = num_gpus()
             if 0 < description <= local:
                 return cls.local().only(range(description))
             return cls.uniform(description)
@@ -304,26 +250,6 @@ class Cluster:
         )
 
 
-def cores_each(num_processes: int) -> int:
-    """Returns the cores of this machine that each of so many processes has."""
-    knows_own = hasattr(os, "sched_getaffinity")  # macOS does not
-    cores = len(os.sched_getaffinity(0)) if knows_own else os.cpu_count() or 1
-    return max(1, cores // num_processes)
-
-
-def machine_memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _cuda_device(index: int) -> Device:
-    properties = torch.cuda.get_device_properties(index)
-    return Device(
-        f"cuda:{index}",
-        memory_bytes=properties.total_memory,
-        kind="cuda",
-    )
-
-
 def _constant(size: int, value: float) -> tuple[tuple[float, ...], ...]:
     return tuple((value,) * a + (0.0,) + (value,) * (size - a - 1) for a in range(size))
 
@@ -336,44 +262,6 @@ def _in_toml(value: str | float) -> str:
 
 def _others(row: tuple[float, ...], at: int) -> tuple[float, ...]:
     return row[:at] + row[at + 1 :]
-
-
-def _checked_devices(devices: Any) -> tuple[Device, ...]:
-    if isinstance(devices, str) or not isinstance(devices, Iterable):
-        raise ClusterError(f"devices is {shown(devices)}; a tuple of Device was expected")
-    own = tuple(devices)
-    for at, device in enumerate(own):
-        if not isinstance(device, Device):
-            raise ClusterError(f"devices[{at}] is {shown(device)}; a Device was expected")
-        _check_device(device)
-    if not own:
-        raise ClusterError("a cluster needs at least one device")
-    require_few(len(own))
-    name, count = Counter(device.name for device in own).most_common(1)[0]
-    if count > 1:
-        raise ClusterError(f"two devices are named {name!r}; give each a name of its own")
-    return own
-
-
-def _check_device(device: Device) -> None:
-    for key in ("name", "host"):
-        if not isinstance(getattr(device, key), str):
-            raise ClusterError(
-                f"device {shown(device.name)}: {key} is {shown(getattr(device, key))}; a text was expected"
-            )
-    if device.kind not in KINDS:
-        known = " or ".join(map(repr, KINDS))
-        raise ClusterError(f"device {device.name!r}: kind is {shown(device.kind)}; {known} was expected")
-    for key in ("memory_bytes", "speed", "flops_per_s", "memory_bytes_per_s"):
-        value = getattr(device, key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise ClusterError(
-                f"device {device.name!r}: {key} is {shown(value)}; it must be a number, positive and finite"
-            )
-    if not isinstance(device.memory_bytes, int):
-        raise ClusterError(
-            f"device {device.name!r}: memory_bytes is {device.memory_bytes}; it must be a whole number"
-        )
 
 
 def _rows(key: str, matrix: Any) -> tuple[tuple[float, ...], ...]:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from pd2bw_fx.actions import Kind
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.errors import InfeasibleError, InputError, Pd2bwError
-from pd2bw_fx.passes.schedule import METHODS, Placing
+from pd2bw_fx.passes.schedule import METHODS, Placing, training_methods
 from pd2bw_fx.passes.split import split
 from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.runtime.nursery import kept_nursery
@@ -25,11 +25,6 @@ from pd2bw_fx.timeline import Timeline
 
 _UPDATES_SIMULATED = 8
 _OF_TRACING = ("example_args", "example_kwargs", "loss_fn", "example_targets", "tracer")
-
-
-def training_methods() -> tuple[str, ...]:
-    """Returns all methods that train, the user's registered ones among them."""
-    return tuple(name for name, method in METHODS.items() if method.trains)
 
 
 @dataclass(frozen=True, slots=True)

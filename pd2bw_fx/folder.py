@@ -30,8 +30,6 @@ from pd2bw_fx.costs import Costs, MemoryModel
 from pd2bw_fx.errors import Pd2bwError, PlanMismatchError
 from pd2bw_fx.files import (
     read_manifest,
-    read_tensors,
-    save_tensors,
     sha256,
     whole_folder,
     write_manifest,
@@ -41,6 +39,7 @@ from pd2bw_fx.passes.codegen import WIDTH
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.stage import StageProgram
 from pd2bw_fx.state import require_values, same_bits
+from pd2bw_fx.tensor_files import read_tensors, save_tensors
 from pd2bw_fx.traced import TraceReport
 
 if TYPE_CHECKING:

@@ -25,7 +25,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
-import networkx as nx
 import torch
 from torch import nn
 
@@ -33,6 +32,8 @@ from pd2bw_fx.size_range import ANY_SIZE, SizeRange
 from pd2bw_fx.units import counted
 
 if TYPE_CHECKING:
+    import networkx as nx
+
     from pd2bw_fx.program import FxProgram
 
 OF_A_MAP = " of a map"
@@ -162,6 +163,8 @@ class OperatorGraph:
 
     def digraph(self) -> nx.DiGraph[str]:
         """Returns a graph of operator names (attribute `operator`), with edges from producer to consumer."""
+        import networkx as nx  # a rank that trains needs none
+
         graph: nx.DiGraph[str] = nx.DiGraph()
         for operator in self.operators.values():
             graph.add_node(operator.name, operator=operator)

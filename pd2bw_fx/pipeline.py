@@ -35,9 +35,10 @@ from pd2bw_fx.passes.schedule import Placing, keeping, keeping_copies, method_of
 from pd2bw_fx.passes.simulate import calibrate, simulate
 from pd2bw_fx.passes.verify import Forward, Verification
 from pd2bw_fx.plan import Plan
+from pd2bw_fx.report import Part, is_page
 from pd2bw_fx.report.notebook import pipeline_html
-from pd2bw_fx.report.page import is_page, page_html
-from pd2bw_fx.report.parts import Part, picture_of
+from pd2bw_fx.report.page import page_html
+from pd2bw_fx.report.parts import picture_of
 from pd2bw_fx.report.picture import Picture
 from pd2bw_fx.report.table import plan_table
 from pd2bw_fx.runtime.engine import Engine
@@ -50,7 +51,6 @@ from pd2bw_fx.state import accepted, as_state_dict, is_extra_state, made_up, req
 from pd2bw_fx.strides import laid_as
 from pd2bw_fx.timeline import Timeline
 from pd2bw_fx.traced import TraceReport
-from pd2bw_fx.verification import verify_pipeline
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -226,6 +226,8 @@ class Pipeline:
         Raises VerificationError naming the first tensor that differs by more, and InputError where the model
         is needed and missing, or arguments for it are given without it.
         """
+        from pd2bw_fx.verification import verify_pipeline  # with the tracer, which nothing else here needs
+
         return verify_pipeline(
             self,
             model,

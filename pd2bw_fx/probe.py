@@ -25,8 +25,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pd2bw_fx.cluster import Cluster, Device, machine_memory_bytes
+from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.device import Device
 from pd2bw_fx.errors import ClusterError, InputError
+from pd2bw_fx.machine import machine_memory_bytes
 from pd2bw_fx.runtime.failure import name_peer_in_errors
 from pd2bw_fx.runtime.groups import Groups
 

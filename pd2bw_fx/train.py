@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import logging
@@ -18,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
@@ -27,32 +25,22 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from pd2bw_fx import errors
-from pd2bw_fx.cluster import cores_each
-from pd2bw_fx.errors import InputError, Pd2bwError, UsageError, WorkerError
-from pd2bw_fx.files import save_tensors, writing
-from pd2bw_fx.graph import OperatorGraph
+from pd2bw_fx.errors import InputError, Pd2bwError, WorkerError
+from pd2bw_fx.files import writing
+from pd2bw_fx.machine import cores_each
 from pd2bw_fx.metrics import Metrics
 from pd2bw_fx.models.text import byte_batches
-from pd2bw_fx.optim import MuonWithAdamW, heads_to_adamw, nadamw
 from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.report.parts import write_timeline
 from pd2bw_fx.runtime.checkpoint import updates_of
 from pd2bw_fx.runtime.engine import Engine
-from pd2bw_fx.runtime.failure import STARTED_BY, how_ended
+from pd2bw_fx.runtime.launcher import STARTED_BY, STARTED_HERE, how_ended, leave_output
 from pd2bw_fx.runtime.loss import Loss
 from pd2bw_fx.runtime.optimizing import ParameterOptions
 from pd2bw_fx.runtime.options import Precision
+from pd2bw_fx.tensor_files import save_tensors
 
-_OPTIMIZERS: Mapping[str, Callable[..., Any]] = {
-    "adamw": torch.optim.AdamW,
-    "nadamw": nadamw,
-    "muon": MuonWithAdamW,
-    "adam": torch.optim.Adam,
-    "sgd": torch.optim.SGD,
-}
-OPTIMIZER_NAMES = ", ".join(_OPTIMIZERS)
 _REPORTS_A_RUN = 20
-STARTED_HERE = "--started-here"  # tells a rank that its errors are printed by the process that started it
 # A rank looks for modules where this package is, and not first in the working directory, as `-m` would: a
 # file there may have the name of a module of Python's.
 _RANK = (
@@ -81,10 +69,6 @@ class TrainOptions:
     record: int = 8  # updates whose actions are in the metrics and the timeline
     replicas: int | None = None
     precision: Precision | None = None
-
-
-def is_under_torchrun() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def start_processes(num_processes: int, arguments: Sequence[str]) -> None:
@@ -156,23 +140,6 @@ def _lateness(failure: ProcessFailure) -> tuple[bool, bool, int]:
     told = failure.error_file_data.get("message")
     is_consequence = not isinstance(told, dict) or told["message"].startswith("WorkerError")
     return is_consequence, failure.exitcode == -signal.SIGTERM, failure.timestamp
-
-
-def optimizer_named(name: str, lr: float | None, load: Callable[[str], Any]) -> Callable[[Any], Any]:
-    """Returns an optimizer of torch's or of `pd2bw_fx.optim` by name, or what `module:callable` names."""
-    if name in _OPTIMIZERS:
-        return functools.partial(_OPTIMIZERS[name], **({} if lr is None else {"lr": lr}))
-    if ":" not in name:
-        raise UsageError(f"--optimizer is {name!r}; expected {OPTIMIZER_NAMES} or module:callable")
-    if lr is not None:
-        raise UsageError(f"--lr goes with {OPTIMIZER_NAMES}; an optimizer of your own brings its rate itself")
-    found: Callable[[Any], Any] = load(name)
-    return found
-
-
-def groups_named(name: str, graph: OperatorGraph) -> ParameterOptions | None:
-    """Returns the `parameter_options` that an optimizer of this name needs for the model."""
-    return heads_to_adamw(graph) if name == "muon" else None
 
 
 def text_batches(pipe: Pipeline, num_updates: int, *, seed: int = 0) -> Iterable[Any]:
@@ -288,13 +255,6 @@ def _print(text: str) -> None:
         print(text, flush=True)
     except BrokenPipeError:
         leave_output()
-
-
-def leave_output() -> None:
-    """Discards what is printed from now on, and what is buffered of it so far."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
 
 
 def _measured_before(path: Path | None) -> Metrics | None:

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pd2bw_fx import untraced_loss, untraced_part
-from pd2bw_fx.arguments import require_function, require_loss_function
+from pd2bw_fx.arguments import require_function
 from pd2bw_fx.errors import InputError, shown
+from pd2bw_fx.model_arguments import require_loss_function
 from pd2bw_fx.untraced_operands import is_tensor
 
 _known: dict[str, UntracedFunction] = {}  # by operator name

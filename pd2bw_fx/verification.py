@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from pd2bw_fx.arguments import forward_signature, require_kind, require_not_negative
+from pd2bw_fx.arguments import require_kind, require_not_negative
 from pd2bw_fx.batch import TARGETS
 from pd2bw_fx.errors import InputError
+from pd2bw_fx.model_arguments import forward_signature
 from pd2bw_fx.passes.trace.inputs import flatten_arguments
 from pd2bw_fx.passes.trace.program import Program
 from pd2bw_fx.passes.verify import Verification, verify

@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch import nn
 
-from pd2bw_fx.cluster import Cluster, Device
+from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.costs import MemoryModel
+from pd2bw_fx.device import Device
 from pd2bw_fx.errors import ClusterError, InputError, SolverError
 from pd2bw_fx.metrics import Metrics
 from pd2bw_fx.passes.partition import devices, partition, partition_replicated, plan_workload, sweep

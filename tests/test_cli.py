@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -62,6 +64,48 @@ def test_plan_places_a_published_workload(tmp_path: Path, capsys: pytest.Capture
     assert placement["objective"] == pytest.approx(4.0)
     assert placement["gap"] <= 1e-5
     assert placement["assignment"]["0"] != placement["assignment"]["3"]
+
+
+STEPS = """
+import contextlib, io, json, sys
+
+HEAVY = {"torch", "numpy", "networkx", "pulp", "highspy", "rich", "matplotlib", "sympy", "onnx"}
+imported = []
+for words in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.suppress(SystemExit):
+            if words is None:
+                import pd2bw_fx
+            else:
+                from pd2bw_fx.cli import main
+                main(words)
+    imported.append(sorted(HEAVY & sys.modules.keys()))
+print(json.dumps(imported))
+"""
+
+
+def test_help_mistakes_and_workloads_are_answered_without_torch(tmp_path: Path) -> None:
+    workload = PACKAGE.parent / "benchmarks/workloads/layers_bert24_inference.json"
+    light = [
+        None,  # `import pd2bw_fx`
+        *([], ["--help"], ["--version"], ["train", "--help"], ["show", "gpt", "--stages", "1"]),
+        *(["train", "gpt", "--lr", "-1"], ["plan", "nothing"], ["plan", "nothing.onnx"]),
+        *(["plan", "gpt", "--cluster", "nothing.toml"], ["train", "gpt", "--method", "2bx"]),
+    ]
+    steps = [*light, ["plan", "--workload", str(workload)]]
+    path = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
+
+    told = subprocess.run(
+        [sys.executable, "-c", STEPS, json.dumps(steps)],
+        cwd=tmp_path,
+        env=path,
+        capture_output=True,
+        check=True,
+    )
+
+    *of_light, of_workload = json.loads(told.stdout)
+    assert of_light == [[]] * len(light)
+    assert of_workload == ["highspy", "networkx", "numpy", "pulp"]
 
 
 def test_check_prices_a_plan_again_and_names_what_is_wrong_with_it(

@@ -16,7 +16,7 @@ import pd2bw_fx
 from pd2bw_fx.cli import main
 from pd2bw_fx.errors import UsageError
 from pd2bw_fx.models import build
-from pd2bw_fx.runtime.failure import STARTED_BY
+from pd2bw_fx.runtime.launcher import STARTED_BY
 from tests.torchrun import torchrun_of_forks
 
 PACKAGE = Path(pd2bw_fx.__file__).parent

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pd2bw_fx.cluster import Cluster, Device
+from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.device import Device
 from pd2bw_fx.errors import ClusterError
 from pd2bw_fx.units import parse_bytes
 

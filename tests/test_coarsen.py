@@ -15,8 +15,9 @@ from torch import Tensor, fx, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import pd2bw_fx
-from pd2bw_fx.cluster import Cluster, Device
+from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.costs import Costs
+from pd2bw_fx.device import Device
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.models import MODELS, build

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from pd2bw_fx.errors import InputError, PlanMismatchError
-from pd2bw_fx.files import read_manifest, read_tensors, save_tensors, whole_folder, write_manifest, writing
+from pd2bw_fx.files import read_manifest, whole_folder, write_manifest, writing
+from pd2bw_fx.tensor_files import read_tensors, save_tensors
 
 
 def saved(folder: Path) -> Path:

@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from pd2bw_fx.cluster import Cluster, Device
+from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.device import Device
 from pd2bw_fx.errors import InfeasibleError
 from pd2bw_fx.passes.partition import partition, plan_problem
 from pd2bw_fx.passes.partition.instance import Integers

@@ -18,10 +18,10 @@ from pd2bw_fx.passes.schedule import (
     Times,
     build_schedule,
     check_schedule,
-    find_orders,
     method_of,
     schedule_of,
 )
+from pd2bw_fx.passes.schedule.zb_search import find_orders
 from pd2bw_fx.passes.simulate import Durations, simulate_durations
 
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT, Kind.UPDATE)

@@ -13,8 +13,9 @@ import pytest
 from onnx import parser
 
 import pd2bw_fx
-from pd2bw_fx.cluster import Cluster, Device
+from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
+from pd2bw_fx.device import Device
 from pd2bw_fx.errors import ExportError, InputError
 from pd2bw_fx.onnx_pipeline import OnnxPipeline
 from pd2bw_fx.passes.export_onnx import merge_onnx

@@ -16,8 +16,8 @@ import pd2bw_fx
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.models import build
 from pd2bw_fx.optim import MuonWithAdamW, heads_to_adamw, nadamw
+from pd2bw_fx.optimizer_names import optimizer_named
 from pd2bw_fx.runtime.reference import train_reference
-from pd2bw_fx.train import optimizer_named
 
 SHAPES = {"embedding": (7, 4), "matrix": (4, 6), "bias": (6,), "filters": (3, 2, 2, 2)}
 GRADIENTS = 6

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pd2bw_fx.cluster import Cluster, Device
+from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.costs import Kept, MemoryModel
+from pd2bw_fx.device import Device
 from pd2bw_fx.errors import InfeasibleError
 from pd2bw_fx.passes.partition import baselines, partition
 from pd2bw_fx.passes.partition.search import search, search_state

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from pd2bw_fx.cluster import Cluster, Device
+from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.device import Device
 from pd2bw_fx.errors import InfeasibleError, InputError, SolverError
 from pd2bw_fx.passes.partition import baselines, partition
 from pd2bw_fx.plan import Plan

@@ -9,7 +9,8 @@ import pytest
 
 from pd2bw_fx import probe
 from pd2bw_fx.cli import main
-from pd2bw_fx.cluster import Cluster, Device
+from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.device import Device
 from pd2bw_fx.errors import ClusterError
 from pd2bw_fx.probe import SIZES, fitted_link, levelled
 

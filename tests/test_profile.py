@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import pd2bw_fx
-from pd2bw_fx.cluster import Device
+from pd2bw_fx.device import Device
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.models import build
 from pd2bw_fx.models.gpt import GPT, GPTConfig

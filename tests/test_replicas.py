@@ -18,8 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pd2bw_fx import load, split
-from pd2bw_fx.cluster import Cluster, Device
+from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.costs import MemoryModel
+from pd2bw_fx.device import Device
 from pd2bw_fx.errors import InfeasibleError, InputError, PlanMismatchError
 from pd2bw_fx.models.mlp import MLP, MLPConfig
 from pd2bw_fx.passes.coarsen import coarsen

@@ -16,7 +16,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import pd2bw_fx
 from pd2bw_fx.errors import WorkerError
-from pd2bw_fx.runtime.failure import tell_launcher
+from pd2bw_fx.runtime.launcher import tell_launcher
 from pd2bw_fx.runtime.meeting import _Arrival
 from tests.forks import Fork
 from tests.torchrun import PROGRAMS, environment, free_port, torchrun_of_forks

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from pd2bw_fx.cluster import Cluster, Device
+from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
+from pd2bw_fx.device import Device
 from pd2bw_fx.passes.partition import partition
 from pd2bw_fx.passes.partition.bounds import relaxed_bound
 from pd2bw_fx.passes.partition.choices import Deadline

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pd2bw_fx
-from pd2bw_fx.cluster import Device
+from pd2bw_fx.device import Device
 from pd2bw_fx.models import MODELS, build
 
 

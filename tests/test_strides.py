@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import pd2bw_fx
-from pd2bw_fx.files import read_tensors, save_tensors
 from pd2bw_fx.strides import laid_as, order_of, packed, unpacked
+from pd2bw_fx.tensor_files import read_tensors, save_tensors
 from tests.trained import assert_trained_by_the_rule
 
 DRAWN = torch.randn(4, 3, 5, 6)

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from pd2bw_fx.cluster import Cluster, Device
+from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.costs import MemoryModel
+from pd2bw_fx.device import Device
 from pd2bw_fx.errors import InfeasibleError, InputError
 from pd2bw_fx.passes.partition import sweep
 from pd2bw_fx.problem import Block, ParameterSize, Problem, Value

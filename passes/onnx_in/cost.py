@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Literal
 
-from pd2bw_fx.cluster import Device
 from pd2bw_fx.costs import Costs, OperatorCost, Work
+from pd2bw_fx.device import Device
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.onnx_model import OnnxModel

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pd2bw_fx.errors import InputError
+from pd2bw_fx.files import require_onnx_file
 from pd2bw_fx.onnx_model import subgraphs
 from pd2bw_fx.onnx_session import first_line, require
 
@@ -27,8 +28,7 @@ def load_onnx(path: Path) -> ir.Model:
     from onnx_ir import passes
     from onnx_ir.passes import common
 
-    if not path.is_file():
-        raise InputError(f"{path} is no file; give the path of an ONNX model")
+    require_onnx_file(path)
     try:
         model = ir.load(path)
     except Exception as error:  # protobuf's and the reader's errors have no common class

@@ -26,8 +26,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
 )
 
-from pd2bw_fx.cluster import Device
 from pd2bw_fx.costs import Costs, OperatorCost
+from pd2bw_fx.device import Device
 from pd2bw_fx.errors import InputError, shown
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.untraced_operands import NAMESPACE

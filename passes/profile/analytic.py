@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from pd2bw_fx.cluster import Device
 from pd2bw_fx.costs import OperatorCost, Work
+from pd2bw_fx.device import Device
 
 from .tape import differentiable, gradients, leaves
 from .walk import Call

@@ -14,7 +14,7 @@ draws them. `register_method` adds a method of a user's own.
     interleaved   interleaved.py  synchronous: several stages a rank
     chimera       chimera.py      synchronous: two pipelines in opposite directions
     zb-h1, zb-h2  zero_bubble.py  synchronous: the backward in two halves
-    zb-auto       zb_auto.py      synchronous: the same, in an order that an integer program found
+    zb-auto       zb_auto.py      synchronous: the same, in an order that zb_search.py finds
     inference     flushed.py      none: forwards alone
 """
 
@@ -22,15 +22,13 @@ from .build import SYNCHRONOUS, build_schedule, schedule_of
 from .check import check_schedule
 from .flushed import BaPipe, warm_up_forwards
 from .method import Method, Placing, StageMethod
-from .methods import METHODS, method_of, register_method, registered_method
+from .methods import METHODS, method_of, register_method, registered_method, training_methods
 from .of_plan import keeping, keeping_copies, shape_of
 from .times import Times
-from .zb_auto import FoundOrders, find_orders
 
 __all__ = [
     "METHODS",
     "BaPipe",
-    "FoundOrders",
     "SYNCHRONOUS",
     "StageMethod",
     "Method",
@@ -38,7 +36,6 @@ __all__ = [
     "Times",
     "build_schedule",
     "check_schedule",
-    "find_orders",
     "keeping",
     "keeping_copies",
     "method_of",
@@ -46,5 +43,6 @@ __all__ = [
     "registered_method",
     "schedule_of",
     "shape_of",
+    "training_methods",
     "warm_up_forwards",
 ]

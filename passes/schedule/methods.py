@@ -58,6 +58,11 @@ def registered_method(name: str) -> Method | None:
     return None if name in _OURS else method_of(name)
 
 
+def training_methods() -> tuple[str, ...]:
+    """Returns all methods that train, the user's registered ones among them."""
+    return tuple(name for name, method in METHODS.items() if method.trains)
+
+
 def method_of(name: str) -> Method:
     """Returns the method of this name. Raises InputError for an unknown one."""
     if not isinstance(name, str) or name not in METHODS:

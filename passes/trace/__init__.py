@@ -43,8 +43,8 @@ from typing import Any
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from pd2bw_fx.arguments import require_loss_function
 from pd2bw_fx.errors import InputError, Pd2bwError, TraceError, require_not_interrupted
+from pd2bw_fx.model_arguments import require_loss_function
 from pd2bw_fx.program import silence_torch_errors, training_context
 from pd2bw_fx.traced import Attempt, Traced, TraceReport
 

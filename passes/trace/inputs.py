@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from pd2bw_fx.arguments import forward_signature
 from pd2bw_fx.containers import hidden_tensor, look_into_dataclasses, step_of
 from pd2bw_fx.errors import InputError
+from pd2bw_fx.model_arguments import forward_signature
 from pd2bw_fx.names import free_name, name_of_path
 
 

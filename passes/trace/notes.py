@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from pd2bw_fx.arguments import WRAPPERS
+from pd2bw_fx.model_arguments import WRAPPERS
 from pd2bw_fx.program import surrounding_autocast
 from pd2bw_fx.untraced_operands import NAMESPACE as UNTRACED
 

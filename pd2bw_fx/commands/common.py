@@ -1,26 +1,18 @@
-"""What commands share: how they are declared, and what MODEL may be."""
+"""What commands share: how they are declared, and the checks of what they are given."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import inspect
 import os
-import sys
-import traceback
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from torch import nn
-
+from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.commands.options import add_planning, planning, planning_words
-from pd2bw_fx.commands.progress import ProgressLine
-from pd2bw_fx.errors import InputError, UsageError
-from pd2bw_fx.files import MANIFEST
-from pd2bw_fx.models import MODELS, build
-from pd2bw_fx.onnx_pipeline import OnnxPipeline
-from pd2bw_fx.passes.split import split
-from pd2bw_fx.pipeline import Pipeline, load
+from pd2bw_fx.errors import UsageError
+from pd2bw_fx.files import MANIFEST, require_onnx_file
+from pd2bw_fx.models import MODELS
+from pd2bw_fx.passes.schedule import method_of
 
 DEBUG_HELP = "show the traceback of an error"
 
@@ -86,23 +78,17 @@ def is_onnx(options: argparse.Namespace) -> bool:
     return bool(options.model) and str(options.model).endswith(".onnx")
 
 
-def named_onnx(options: argparse.Namespace) -> OnnxPipeline:
-    """Returns the ONNX file that MODEL names, split as the options say."""
-    return split(str(options.model), cluster=named_cluster(options), **planning(options))
+def check_split(options: argparse.Namespace) -> None:
+    """Raises InputError where a model, an ONNX file or a saved folder cannot be what the options say."""
+    if is_onnx(options):
+        require_onnx_file(Path(options.model))
+        _check_planning(options)
+    else:
+        check_pipeline(options)
 
 
-def slack_named(text: str) -> float | Literal["auto"]:
-    """Parses --slack for argparse."""
-    if text == "auto":
-        return "auto"
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor auto") from None
-
-
-def named_pipeline(options: argparse.Namespace) -> Pipeline:
-    """Returns the pipeline that MODEL and --cluster mean: a saved one as it is, or a model split here."""
+def check_pipeline(options: argparse.Namespace) -> None:
+    """As `check_split`, for a command that takes no ONNX file."""
     if is_onnx(options):
         raise UsageError(
             f"{options.model} is an ONNX file, which is split for inference; plan, split, show, verify and "
@@ -114,27 +100,52 @@ def named_pipeline(options: argparse.Namespace) -> Pipeline:
             raise UsageError(
                 f"a saved folder has its plan already; leave out {given[0]}, or split the model again with it"
             )
-        return load(options.model, edited=options.edited)
+        return
     if getattr(options, "edited", False):
         raise UsageError(f"--edited is of a saved folder; {options.model} is split here")
-    line = ProgressLine()
-    pipe = split(
-        model_named(options.model),
-        cluster=named_cluster(options),
-        profile_cache=not options.no_profile_cache,
-        progress=line,
-        **planning(options),
-    )
-    line.close()
-    return pipe
+    check_model_name(str(options.model))
+    _check_planning(options)
 
 
-def named_model(options: argparse.Namespace) -> nn.Module:
-    """Returns the model that MODEL names, not split."""
+def check_model(options: argparse.Namespace) -> None:
+    """Raises InputError where MODEL is no model that is not split yet, or the cluster file cannot be one."""
     name = str(options.model)
     if is_onnx(options) or saved_folder(options) is not None:
         raise UsageError(f"{name} is split already, or for inference; name the model itself")
-    return model_named(name)
+    check_model_name(name)
+    _check_planning(options)
+
+
+def check_model_name(name: str) -> None:
+    """Raises UsageError for what cannot name a model."""
+    if name in MODELS:
+        return
+    if ":" not in name:
+        raise UsageError(
+            f"{name!r} is no model of ours ({', '.join(sorted(MODELS))}), no folder, and not of the form "
+            "module:callable or file.py:callable"
+        )
+    module_and_attribute(name)
+
+
+def module_and_attribute(name: str) -> tuple[str, str]:
+    """Returns the two parts of `module:attribute` or `file.py:attribute`. Raises UsageError for others."""
+    module, _, attribute = name.rpartition(":")
+    if not module or not attribute:
+        raise UsageError(f"{name!r} is not of the form module:callable")
+    if Path(module).suffix == ".py" and not Path(module).is_file():
+        raise UsageError(f"{name!r} cannot be imported: there is no file {module}")
+    return module, attribute
+
+
+def _check_planning(options: argparse.Namespace) -> None:
+    """Reads the files that the options name, and looks up the method."""
+    given = planning(options)
+    is_known = ":" not in str(options.model)  # a model's own file may register methods
+    if is_known and (method := given.get("method")) is not None:
+        method_of(method)
+    if isinstance(cluster := named_cluster(options), str):
+        Cluster.of(cluster)
 
 
 def check_writable(path: Path | None) -> None:
@@ -159,72 +170,3 @@ def named_cluster(options: argparse.Namespace) -> int | str | None:
     """Returns a number of devices, or the path of a cluster file."""
     given: str | None = options.cluster
     return int(given) if given is not None and given.removeprefix("-").isdigit() else given
-
-
-def loaded(name: str) -> Any:
-    """Returns what `module:attribute` or `file.py:attribute` names, also from the working folder."""
-    module_name, _, attribute = name.rpartition(":")
-    if not module_name or not attribute:
-        raise UsageError(f"{name!r} is not of the form module:callable")
-    folder, file = "", Path(module_name)
-    if file.suffix == ".py":
-        if not file.is_file():
-            raise UsageError(f"{name!r} cannot be imported: there is no file {module_name}")
-        folder, module_name = str(file.absolute().parent), file.stem
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    try:
-        module = importlib.import_module(module_name)
-        if folder and not file.samefile(getattr(module, "__file__", None) or "."):
-            raise UsageError(
-                f"{name!r} cannot be imported: another module is called {module_name}; rename the file"
-            )
-        return getattr(module, attribute)
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"{name!r} cannot be imported: {error}") from error
-    except UsageError:
-        raise
-    except Exception as error:  # whatever the module's own code raises
-        raise InputError(f"importing {module_name} raises {_said(error)}") from error
-
-
-def called(name: str, factory: Any) -> Any:
-    """Returns what the user's callable returns. Raises InputError that says where it failed."""
-    if not callable(factory):
-        raise UsageError(f"{name!r} is a {type(factory).__name__}; something to call was expected")
-    try:
-        signature = inspect.signature(factory)
-    except (TypeError, ValueError):  # some callables in C have none
-        signature = inspect.Signature()
-    try:
-        signature.bind()
-    except TypeError as error:
-        raise UsageError(f"{name!r} cannot be called without arguments: {error}") from error
-    try:
-        return factory()
-    except Exception as error:  # whatever the user's own code raises
-        raise InputError(f"{name!r} raises {_said(error)}") from error
-
-
-def _said(error: Exception) -> str:
-    """Returns the error, and the last line of the user's code that led to it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}; --debug shows the traceback"
-
-
-def model_named(name: str) -> nn.Module:
-    if name in MODELS:
-        return build(name)
-    if ":" not in name:
-        raise UsageError(
-            f"{name!r} is no model of ours ({', '.join(sorted(MODELS))}), no folder, and not of the form "
-            "module:callable or file.py:callable"
-        )
-    factory = loaded(name)
-    if isinstance(factory, nn.Module):
-        return factory
-    model = called(name, factory)
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"{name!r} gives a {type(model).__name__}; an nn.Module was expected")
-    return model

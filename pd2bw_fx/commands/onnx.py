@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
-import zipfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from pd2bw_fx.commands.common import check_writable, command, model_command, named_pipeline
-from pd2bw_fx.errors import InputError, UsageError
-from pd2bw_fx.passes.export_onnx import merge_onnx, run_onnx_processes
+from pd2bw_fx.commands.common import check_pipeline, check_writable, command, model_command
+from pd2bw_fx.errors import UsageError
 
 
 def add(commands: Any) -> None:
@@ -68,45 +63,23 @@ def add(commands: Any) -> None:
 
 
 def _export(options: argparse.Namespace) -> int:
-    manifest = named_pipeline(options).export_onnx(
-        options.output, form=options.form, opset=options.opset, training=options.training
-    )
-    if options.json:
-        print(json.dumps(manifest))
-        return 0
-    files = sorted(path.name for path in options.output.glob("*.onnx"))
-    print(f"{', '.join(files)} written to {options.output}")
-    return 0
+    check_pipeline(options)
+    from pd2bw_fx.commands.work import onnx, seeded
+
+    return seeded(onnx.export, options)
 
 
 def _merge(options: argparse.Namespace) -> int:
     check_writable(options.output)
-    merge_onnx(options.folder, options.output)
-    print(f"{options.output} written")
-    return 0
+    from pd2bw_fx.commands.work import onnx, seeded
 
-
-def _arrays(path: Path) -> dict[str, np.ndarray[Any, Any]]:
-    """Returns arrays by name. Raises InputError for a file that is not one of arrays."""
-    try:
-        with np.load(path) as file:
-            return dict(file)
-    except (ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
-        raise InputError(
-            f"{path} holds no arrays by name ({error}); numpy.savez writes such files"
-        ) from error
+    return seeded(onnx.merge, options)
 
 
 def _run_onnx(options: argparse.Namespace) -> int:
     check_writable(options.output)
     if not options.input.is_file():
         raise UsageError(f"{options.input} is no file; give an .npz with the model's inputs by name")
-    inputs = _arrays(options.input)
-    outputs = run_onnx_processes(options.folder, inputs, num_microbatches=options.microbatches)
-    if options.output is not None:
-        with options.output.open("wb") as file:  # savez would add .npz to another file name
-            np.savez(file, **outputs)  # type: ignore[arg-type]
-    for name, value in outputs.items():
-        shown = f" {value}" if value.ndim == 0 else ""
-        print(f"{name}: {value.dtype} {value.shape}{shown}")
-    return 0
+    from pd2bw_fx.commands.work import onnx, seeded
+
+    return seeded(onnx.run_onnx, options)

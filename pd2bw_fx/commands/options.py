@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.errors import InputError
-from pd2bw_fx.passes.schedule import METHODS
+from pd2bw_fx.passes.schedule import training_methods
 from pd2bw_fx.plan import Plan
 
 # Options -> arguments of `split`. Those of a run are for a saved pipeline too, in simulate and train.
@@ -35,7 +35,7 @@ def add_planning(parser: argparse.ArgumentParser, *, runs: bool) -> None:
     """Adds the options of `split`. `runs`: the command itself runs a method, also of a saved pipeline."""
     parser.set_defaults(runs=runs)
     group = parser.add_argument_group("how to split", "as the arguments of pd2bw_fx.split are called")
-    methods = ", ".join(name for name, method in METHODS.items() if method.trains)
+    methods = ", ".join(training_methods())
     default = "the plan's, else 2bw" if runs else "2bw"
     group.add_argument("--method", metavar="METHOD", help=f"{methods} (default: {default})")
     group.add_argument("--chunks", type=int, help="stages on each device, of interleaved (default 2)")
@@ -160,6 +160,16 @@ def numbers_named(text: str, *, or_else: str = "a number or ") -> int | list[int
             f"{text!r} is none of them: {or_else}numbers with commas, such as 2,1,1"
         ) from None
     return numbers if len(numbers) > 1 else numbers[0]
+
+
+def slack_named(text: str) -> float | Literal["auto"]:
+    """Parses --slack for argparse."""
+    if text == "auto":
+        return "auto"
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor auto") from None
 
 
 def plan_in(path: Path) -> Plan:

@@ -3,49 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import os
-import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-from rich.console import Console
-
-from pd2bw_fx.actions import RunRequest
-from pd2bw_fx.commands.common import (
-    called,
-    check_folder,
-    check_writable,
-    command,
-    loaded,
-    model_command,
-    model_named,
-    named_pipeline,
-    saved_folder,
-)
-from pd2bw_fx.demo import run_demo
+from pd2bw_fx.commands.common import check_folder, check_pipeline, check_writable, command, model_command
 from pd2bw_fx.errors import UsageError
-from pd2bw_fx.metrics import FILE
-from pd2bw_fx.pipeline import Pipeline
-from pd2bw_fx.runtime.job import work_for
-from pd2bw_fx.source_check import NAMESPACES_OF_TORCH, operators_called
-from pd2bw_fx.train import (
-    OPTIMIZER_NAMES,
-    TrainOptions,
-    groups_named,
-    is_under_torchrun,
-    optimizer_named,
-    run_training,
-    start_processes,
-    text_batches,
-)
+from pd2bw_fx.optimizer_names import OPTIMIZER_NAMES, check_optimizer
 
-_OF_A_RANK = (
-    "data", "optimizer", "lr", "updates", "seed", "method", "microbatches", "replicas", "precision",
-    "checkpoint", "every", "metrics", "trace", "record", "output",
-)  # fmt: skip
-_REGISTERED_BY = "--registered-by"  # the model whose code knows what a rank's stages call
+REGISTERED_BY = "--registered-by"  # the model whose code knows what a rank's stages call
 
 
 def add(commands: Any) -> None:
@@ -100,15 +65,16 @@ def add(commands: Any) -> None:
         "--record", type=int, default=8, help="updates in the trace and in the metrics (default 8)"
     )
     train.add_argument("-o", "--output", type=Path, help="file for the trained weights (.safetensors)")
-    train.add_argument(_REGISTERED_BY, dest="registered_by", help=argparse.SUPPRESS)
+    train.add_argument(REGISTERED_BY, dest="registered_by", help=argparse.SUPPRESS)
     train.set_defaults(run=_train)
 
 
 def _demo(options: argparse.Namespace) -> int:
     if options.updates < 1:
         raise UsageError(f"--updates is {options.updates}; at least one is needed")
-    run_demo(options.output, num_updates=options.updates, console=Console())
-    return 0
+    from pd2bw_fx.commands.work import demo, seeded
+
+    return seeded(demo.demo, options)
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -127,77 +93,8 @@ def _train(options: argparse.Namespace) -> int:
     for path in (options.trace, options.output):
         check_writable(path)
     check_folder(options.checkpoint)
-    optimizer = optimizer_named(options.optimizer, options.lr, loaded)
-    folder = None if options.started_here else saved_folder(options) or options.checkpoint
-    if options.metrics is None and folder is not None:
-        options.metrics = folder / FILE
-    if not is_under_torchrun():
-        return _train_here(options)
-    is_first = int(os.environ["RANK"]) == 0
-    pipe = named_pipeline(options)
-    if options.registered_by is not None:
-        _register(options.registered_by, pipe)
-    if options.data:
-        batches = called(options.data, loaded(options.data))
-        if not isinstance(batches, Iterable):
-            kind = type(batches).__name__
-            raise UsageError(f"{options.data!r} gives a {kind}; an iterable of batches was expected")
-    else:
-        batches = text_batches(pipe, options.updates, seed=options.seed)
-    run_training(
-        pipe,
-        batches,
-        optimizer=optimizer,
-        parameter_options=groups_named(options.optimizer, pipe.graph),
-        options=TrainOptions(
-            num_updates=options.updates,
-            method=options.method,
-            microbatches_per_update=options.microbatches,
-            checkpoint=options.checkpoint,
-            checkpoint_every=options.every,
-            as_json=options.json,
-            output=options.output,
-            metrics=options.metrics,
-            trace=options.trace,
-            record=options.record,
-            replicas=options.replicas,
-            precision=options.precision,
-        ),
-        console=Console(quiet=not is_first),
-    )
-    return 0
+    check_optimizer(options.optimizer, options.lr)
+    check_pipeline(options)
+    from pd2bw_fx.commands.work import seeded, training
 
-
-def _train_here(options: argparse.Namespace) -> int:
-    """Splits once, and lets torchrun's launcher start one process for each rank."""
-    pipe = named_pipeline(options)
-    request = RunRequest(options.method, options.microbatches, "auto", options.replicas)
-    num_ranks = work_for(pipe, request).num_ranks
-    with tempfile.TemporaryDirectory(prefix="pd2bw_fx_") as folder:
-        pipe.save(Path(folder) / "pipeline")
-        words = _words(options, Path(folder) / "pipeline")
-        if _custom_operators(pipe) and ":" in str(options.model):
-            words.append(f"{_REGISTERED_BY}={options.model}")
-        start_processes(num_ranks, words)
-    return 0
-
-
-def _custom_operators(pipe: Pipeline) -> set[tuple[str, str]]:
-    """Returns the operators that the stages call and that exist only where somebody has defined them."""
-    called = {operator for program in pipe.programs for operator in operators_called(program.source)}
-    return {(namespace, name) for namespace, name in called if namespace not in NAMESPACES_OF_TORCH}
-
-
-def _register(model: str, pipe: Pipeline) -> None:
-    """Runs the code that defines the stages' operators: the model's file, or the making of the model."""
-    loaded(model)
-    if not all(hasattr(getattr(torch.ops, namespace), name) for namespace, name in _custom_operators(pipe)):
-        with torch.random.fork_rng(devices=[]):
-            model_named(model)
-
-
-def _words(options: argparse.Namespace, folder: Path) -> list[str]:
-    """Returns the command of a rank: with these options, for the pipeline in this folder."""
-    given = {name: getattr(options, name) for name in _OF_A_RANK}
-    words = [f"--{name}={value}" for name, value in given.items() if value is not None]
-    return ["train", str(folder), *words, *(["--json"] if options.json else [])]
+    return seeded(training.train, options)

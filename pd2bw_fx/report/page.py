@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from html import escape
-from pathlib import Path
 
 from pd2bw_fx.costs import Costs
 from pd2bw_fx.graph import OperatorGraph
@@ -33,10 +32,6 @@ _CODE = {
     "line": svg.MUTED,
     "name": ("#1f5fb0", "#7db7ff"),
 }
-
-
-def is_page(path: Path) -> bool:
-    return path.suffix in (".html", ".htm")
 
 
 def page_html(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.metrics import Metrics
 from pd2bw_fx.plan import Plan
+from pd2bw_fx.report import PARTS, Part
 from pd2bw_fx.report.graph_svg import graph_svg
 from pd2bw_fx.report.loads import loads_svg
 from pd2bw_fx.report.losses import losses_svg
@@ -16,9 +16,6 @@ from pd2bw_fx.report.memory import memory_svg
 from pd2bw_fx.report.picture import Picture
 from pd2bw_fx.report.timeline import timeline_svg
 from pd2bw_fx.timeline import Timeline
-
-Part = Literal["graph", "timeline", "measured", "time", "memory", "loss"]
-PARTS: tuple[Part, ...] = ("graph", "timeline", "measured", "time", "memory", "loss")
 
 
 def picture_of(

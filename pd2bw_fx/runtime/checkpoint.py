@@ -29,8 +29,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pd2bw_fx.errors import InputError, PlanMismatchError
-from pd2bw_fx.files import make_durable, save_tensors, sha256, shape_in, tensor_in
+from pd2bw_fx.files import make_durable, sha256
 from pd2bw_fx.graph import ParameterSpec
+from pd2bw_fx.tensor_files import save_tensors, shape_in, tensor_in
 
 _NAME = re.compile(r"update_(\d{6,})")
 _LATEST = "latest"

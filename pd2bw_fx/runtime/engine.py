@@ -30,10 +30,11 @@ from pd2bw_fx.metrics import Record
 from pd2bw_fx.runtime.action_stream import ActionStream
 from pd2bw_fx.runtime.checkpoint import Checkpoint, Header, restore_random_state, save
 from pd2bw_fx.runtime.corrections import PipeMare, corrections_of
-from pd2bw_fx.runtime.failure import name_peer_in_errors, share_failure, tell_launcher_of_errors
+from pd2bw_fx.runtime.failure import name_peer_in_errors, share_failure
 from pd2bw_fx.runtime.groups import Groups
 from pd2bw_fx.runtime.inference import ordinary, ordinary_tensors
 from pd2bw_fx.runtime.job import Job, merged_tensors
+from pd2bw_fx.runtime.launcher import tell_launcher_of_errors
 from pd2bw_fx.runtime.loss import Loss
 from pd2bw_fx.runtime.loss_reader import LossReader
 from pd2bw_fx.runtime.optimizing import OptimizerFactory

@@ -15,8 +15,8 @@ import torch
 
 from pd2bw_fx.actions import RunRequest
 from pd2bw_fx.arguments import plain, require_function, require_kind, require_whole_number
-from pd2bw_fx.cluster import cores_each
 from pd2bw_fx.errors import InputError, WorkerError
+from pd2bw_fx.machine import cores_each
 from pd2bw_fx.module import require_operators
 from pd2bw_fx.passes.schedule import registered_method
 from pd2bw_fx.process_settings import ProcessSettings

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from pd2bw_fx.errors import InputError, WorkerError
 from pd2bw_fx.metrics import Metrics, told_losses
-from pd2bw_fx.runtime.failure import how_ended
 from pd2bw_fx.runtime.job import Job
+from pd2bw_fx.runtime.launcher import how_ended
 from pd2bw_fx.runtime.loss_reader import updates_apart
 from pd2bw_fx.runtime.messages import (
     BEAT_S,

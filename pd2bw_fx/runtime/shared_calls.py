@@ -17,10 +17,10 @@ from pd2bw_fx.runtime.failure import (
     note_full_memory,
     share_failure,
     tell,
-    tell_launcher,
 )
 from pd2bw_fx.runtime.inference import ordinary_tensors
 from pd2bw_fx.runtime.job import Job
+from pd2bw_fx.runtime.launcher import tell_launcher
 from pd2bw_fx.runtime.watch import Watch
 from pd2bw_fx.runtime.world import World
 

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from pd2bw_fx.errors import WorkerError
-from pd2bw_fx.runtime.failure import STARTED_BY, calls_apart, end_now, tell_launcher
+from pd2bw_fx.runtime.failure import calls_apart
+from pd2bw_fx.runtime.launcher import STARTED_BY, end_now, tell_launcher
 
 _BEAT_S = 1.0  # from one beat to the next
 _LOST_S = 3.5  # of silence: the rank that is silent longest, and as long as this, has ended a connection

@@ -25,7 +25,8 @@ from torch.distributed.constants import default_pg_timeout
 from pd2bw_fx.errors import Pd2bwError, WorkerError
 from pd2bw_fx.passes.schedule import register_method
 from pd2bw_fx.runtime.engine import Engine
-from pd2bw_fx.runtime.failure import end_now, note_full_memory
+from pd2bw_fx.runtime.failure import note_full_memory
+from pd2bw_fx.runtime.launcher import end_now
 from pd2bw_fx.runtime.messages import BEAT_S, Alive, Done, Failed, Finish, Finished, Start, receive
 from pd2bw_fx.runtime.nursery import given_end, note_worker
 from pd2bw_fx.runtime.stage_runner import Microbatch

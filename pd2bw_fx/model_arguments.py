@@ -1,0 +1,36 @@
+"""Checks of models and losses among the arguments of public calls, beside those of `arguments.py`."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from pd2bw_fx.arguments import require_function
+from pd2bw_fx.errors import InputError
+
+WRAPPERS = (DataParallel, DistributedDataParallel)  # the class of compiled modules takes a second to import
+
+
+def forward_signature(model: nn.Module) -> inspect.Signature:
+    """Returns the arguments that a model takes; torch's wrappers pass on whatever they are given."""
+    while isinstance(model, WRAPPERS) or "_orig_mod" in model._modules:
+        model = getattr(model, "_orig_mod" if "_orig_mod" in model._modules else "module")
+    return inspect.signature(model.forward)
+
+
+def require_loss_function(name: str, value: Any) -> None:
+    """Raises InputError for what cannot be called, or has parameters to train."""
+    if isinstance(value, type):
+        raise InputError(f"{name} is the class {value.__name__}; give one of it: {value.__name__}()")
+    require_function(name, value, "a function of output and targets")
+    if not isinstance(value, nn.Module):
+        return
+    trainable = [own for own, parameter in value.named_parameters() if parameter.requires_grad]
+    if trainable:
+        raise InputError(
+            f"{name} has the trainable parameter {trainable[0]!r}, which no stage would own; make it a part "
+            "of the model, and let the model return its loss"
+        )
