@@ -27,10 +27,6 @@ class ResNetConfig:
         return cls()
 
     @classmethod
-    def resnet18(cls) -> ResNetConfig:
-        return cls((2, 2, 2, 2), width=64, image_size=224, num_classes=1000, large_stem=True)
-
-    @classmethod
     def paper(cls) -> ResNetConfig:
         """ResNet-50."""
         return cls((3, 4, 6, 3), width=64, bottleneck=True, image_size=224, num_classes=1000, large_stem=True)

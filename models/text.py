@@ -10,8 +10,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-VOCAB_SIZE = 256
-
 
 @cache
 def corpus() -> Tensor:
