@@ -36,6 +36,8 @@ SMALLER = {
     "--updates 1000": "--updates 2",
     "runtime.py --rounds 4 --updates 8 --plot": "runtime.py --rounds 1 --microbatches 2 --only DDP --plot",
     "runtime.py --rounds 3 --updates 8": "runtime.py --rounds 1 --updates 2 --microbatches 2",
+    "runtime.py --processes 4 --microbatches 4 8 --rounds 3 --updates 12": "runtime.py --processes 4 "
+    "--microbatches 4 --rounds 1 --updates 2 --only bound",
     "slack.py": "slack.py --rounds 1 --microbatches 4",
     "memory.py": "memory.py --methods pipedream",
     "overhead.py": "overhead.py --updates 4",
