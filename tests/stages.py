@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import pd2bw_fx
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.costs import StageMemory
 from pd2bw_fx.graph import OperatorGraph
@@ -24,6 +25,7 @@ from pd2bw_fx.passes.partition import partition
 from pd2bw_fx.passes.profile import profile
 from pd2bw_fx.passes.trace import trace
 from pd2bw_fx.passes.verify import Verification, verify
+from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.plan import Plan, StagePlan
 from pd2bw_fx.problem import Problem
 from pd2bw_fx.program import tensors
@@ -57,6 +59,17 @@ def of_our_own(name: str) -> Case:
     model = build(name).double()
     inputs = [x.double() if x.is_floating_point() else x for x in model.example_inputs(batch_size=3)]  # type: ignore[operator]
     return case_of(model, inputs)
+
+
+@functools.cache
+def _pipeline_of_our_own(name: str) -> Pipeline:
+    torch.manual_seed(0)
+    return pd2bw_fx.split(build(name), cluster=1, costs="analytic", check=False)
+
+
+def split_of_our_own(name: str, **options: Any) -> Pipeline:
+    """Splits one of our models at estimated costs, for tests of its plan: it is traced only once."""
+    return pd2bw_fx.split(_pipeline_of_our_own(name), **{"costs": "analytic", "check": False, **options})
 
 
 def planned(case: Case, num_stages: int) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,6 @@ import pd2bw_fx
 from pd2bw_fx.actions import Kind, Shape
 from pd2bw_fx.costs import MemoryModel
 from pd2bw_fx.errors import InfeasibleError, InputError, PlanMismatchError
-from pd2bw_fx.models import build
 from pd2bw_fx.passes.coarsen import coarsen
 from pd2bw_fx.passes.schedule import METHODS, check_schedule, schedule_of
 from pd2bw_fx.passes.simulate import Durations, simulate_durations, versions_alive
@@ -25,6 +25,7 @@ from pd2bw_fx.report.memory import memory_svg
 from pd2bw_fx.report.summary import tiles_html
 from pd2bw_fx.report.timeline import timeline_svg
 from pd2bw_fx.units import format_bytes, parse_bytes
+from tests.stages import split_of_our_own
 
 
 class Net(nn.Module):
@@ -42,11 +43,16 @@ def cluster_of(num_devices: int, memory: str = "1GiB") -> pd2bw_fx.Cluster:
     return pd2bw_fx.Cluster.uniform(num_devices, memory_bytes=memory, bytes_per_s=1e12, latency_s=1e-7)
 
 
-def split(num_devices: int, **options: object) -> Pipeline:
+@functools.cache
+def traced() -> Pipeline:
     torch.manual_seed(0)
     example = (torch.randn(64, 256), torch.randn(64, 256))
+    return pd2bw_fx.split(Net(), example, cluster=1, costs="analytic", check=False)
+
+
+def split(num_devices: int, **options: object) -> Pipeline:
     options = {"cluster": cluster_of(num_devices), "costs": "analytic", "check": False} | options
-    return pd2bw_fx.split(Net(), example, **options)  # type: ignore[arg-type]
+    return pd2bw_fx.split(traced(), **options)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -157,8 +163,7 @@ def test_replicas_wait_for_one_another_at_an_update(on_two: Pipeline) -> None:
 
 @pytest.mark.parametrize("method", ["1f1b", "pipedream"])
 def test_tied_weights_are_waited_for(method: str) -> None:
-    model = build("gpt")  # one matrix of it is the first stage's and the last one's
-    pipe = pd2bw_fx.split(model, cluster=2, method=method, costs="analytic", check=False)
+    pipe = split_of_our_own("gpt", cluster=2, method=method)  # one matrix is on both stages
     slow = pd2bw_fx.Cluster.uniform(2, bytes_per_s=1e6, latency_s=0.0)
     (tied,) = set(pipe.plan.stages[0].parameters) & set(pipe.plan.stages[1].parameters)
     added_up_s = pipe.graph.parameters[tied].spec.num_bytes / 1e6
@@ -184,9 +189,8 @@ def test_data_parallelism_has_the_whole_model_on_every_rank(on_two: Pipeline) ->
 
 @pytest.mark.parametrize("method", ["2bw", "gpipe", "pipedream"])
 def test_data_parallelism_holds_what_a_plan_for_it_does(method: str) -> None:
-    model = build("gpt")  # one matrix of it is the first stage's and the last one's
-    cut = pd2bw_fx.split(model, cluster=2, num_stages=2, method=method, costs="analytic", check=False)
-    planned = pd2bw_fx.split(model, cluster=2, method="ddp", costs="analytic", check=False)
+    cut = split_of_our_own("gpt", cluster=2, num_stages=2, method=method)  # one matrix is on both stages
+    planned = split_of_our_own("gpt", cluster=2, method="ddp")
 
     found, expected = (
         pipe.peak_memory_bytes(pipe.simulate(method="ddp", microbatches_per_update=4, num_updates=3))
@@ -290,7 +294,7 @@ def test_a_plan_for_another_placement_is_refused_with_what_to_do(on_two: Pipelin
 
 @pytest.mark.parametrize("method", ["interleaved", "chimera"])
 def test_the_bottleneck_of_several_stages_on_a_device_is_the_devices(method: str) -> None:
-    pipe = pd2bw_fx.split(build("gpt"), cluster=2, method=method, costs="analytic", check=False)
+    pipe = split_of_our_own("gpt", cluster=2, method=method)
     loads = [stage.load_s for stage in pipe.plan.stages]
     expected = max(loads[0] + loads[2], loads[1] + loads[3]) if method == "interleaved" else sum(loads) / 2
 
@@ -305,12 +309,12 @@ def test_a_place_of_chimera_is_as_the_lesser_of_both_its_devices() -> None:
     small = (devices[0], replace(devices[1], memory_bytes=3 * 2**20))
     cluster = replace(pd2bw_fx.Cluster.uniform(2), devices=small)
     with pytest.raises(InfeasibleError, match=r"has 1\.5 MiB"):
-        pd2bw_fx.split(build("gpt"), cluster=cluster, method="chimera", costs="analytic", check=False)
+        split_of_our_own("gpt", cluster=cluster, method="chimera")
 
 
 def test_a_plan_of_bapipe_costs_again_what_it_was_planned_at() -> None:
     cluster = pd2bw_fx.Cluster.uniform(3, bytes_per_s=1e8, latency_s=1e-5)
-    pipe = pd2bw_fx.split(build("gpt"), cluster=cluster, method="bapipe", costs="analytic", check=False)
+    pipe = split_of_our_own("gpt", cluster=cluster, method="bapipe")
     data = json.loads(pipe.plan.dumps())
     for stage in data["stages"]:
         stage["weight_versions"] = -5
@@ -352,15 +356,7 @@ def test_a_cap_and_a_pin_are_kept_by_all_places_of_a_device(
     method: str, device: int | str, pinned: str
 ) -> None:
     wishes = pd2bw_fx.Constraints(memory_bytes={device: 2**20}, device_of={"head": pinned})
-    pipe = pd2bw_fx.split(
-        build("gpt"),
-        cluster=4,
-        method=method,
-        costs="analytic",
-        check=False,
-        constraints=wishes,
-        max_gap=0.2,
-    )
+    pipe = split_of_our_own("gpt", cluster=4, method=method, constraints=wishes, max_gap=0.2)
     peaks = pipe.peak_memory_bytes(pipe.simulate(num_updates=4))
     assert peaks[0 if device == 0 else 1] <= 2**20 < max(peaks)
     head = next(n for n, operator in pipe.graph.operators.items() if operator.module_path == "head")
@@ -371,7 +367,7 @@ def test_a_cap_and_a_pin_are_kept_by_all_places_of_a_device(
 
 def test_a_plan_of_bapipe_is_explained_with_the_overlap_that_it_was_made_with(tmp_path: Path) -> None:
     cluster = pd2bw_fx.Cluster.uniform(3, bytes_per_s=1e8, latency_s=1e-5)
-    pipe = pd2bw_fx.split(build("gpt"), cluster=cluster, method="bapipe", costs="analytic", check=False)
+    pipe = split_of_our_own("gpt", cluster=cluster, method="bapipe")
     assert pipe.schedule.shape is not None
     assert pipe.schedule.shape.slack > 0
     pipe.save(tmp_path / "gpt")

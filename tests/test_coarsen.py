@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,7 @@ def traced(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[OperatorGraph,
     return graph, profile(graph, result.examples, device=CLUSTER.devices[0], method="analytic")
 
 
+@functools.cache
 def problem_of(name: str) -> tuple[OperatorGraph, Problem]:
     model = build(name)
     graph, costs = traced(model, model.example_inputs())  # type: ignore[operator]

@@ -6,15 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-import pd2bw_fx
 from pd2bw_fx.actions import Action, Kind, RunRequest, Schedule, Shape
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.errors import InputError, ScheduleError
-from pd2bw_fx.models import build as build_model
 from pd2bw_fx.passes.schedule import build_schedule, check_schedule, method_of, shape_of
 from pd2bw_fx.passes.simulate import Durations, simulate_durations
 from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.runtime.job import work_for
+from tests.stages import split_of_our_own
 
 COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)
 
@@ -168,14 +167,12 @@ def test_automatic_slack_takes_only_memory_that_is_left(*, recompute: bool) -> N
 
 
 def planned_mlp(num_stages: int, microbatches_per_update: int, *, recompute: bool = False) -> Pipeline:
-    return pd2bw_fx.split(
-        build_model("mlp"),
+    return split_of_our_own(
+        "mlp",
         cluster=Cluster.uniform(num_stages, bytes_per_s=1e9, latency_s=1e-5, memory_bytes="1 GiB"),
         num_stages=num_stages,
         microbatches_per_update=microbatches_per_update,
         recompute=recompute,
-        costs="analytic",
-        check=False,
     )
 
 
