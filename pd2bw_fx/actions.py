@@ -81,6 +81,25 @@ class Action:
             return f"{self.kind}(stage {self.stage} -> W{self.version})"
         return f"{self.kind}{self.microbatch}(stage {self.stage}, W{self.version})"
 
+    def described(self) -> str:
+        """Returns the action in words: "in the forward of microbatch 3 at stage 1, on W0"."""
+        if self.kind is Kind.UPDATE:
+            return f"making W{self.version} of stage {self.stage}"
+        words = _IN_WORDS[self.kind]
+        return f"{words} microbatch {self.microbatch} at stage {self.stage}, on W{self.version}"
+
+
+_IN_WORDS = {
+    Kind.RECEIVE_ACTIVATION: "receiving the activations of",
+    Kind.FORWARD: "in the forward of",
+    Kind.SEND_ACTIVATION: "sending the activations of",
+    Kind.RECEIVE_GRADIENT: "receiving the gradients of",
+    Kind.BACKWARD: "in the backward of",
+    Kind.INPUT_GRADIENT: "in the first half of the backward of",
+    Kind.WEIGHT_GRADIENT: "in the second half of the backward of",
+    Kind.SEND_GRADIENT: "sending the gradients of",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:

@@ -131,6 +131,7 @@ class Engine:
             before_waiting=self._results.send,
             recorder=self._recorder,
         )
+        self._calls.perform_by(self._runner.where)
         self._draw_by(agreed_seed(options.seed, self._control))
 
     @classmethod
@@ -203,7 +204,13 @@ class Engine:
             with world.watch, ordinary_tensors():
                 with tell_launcher_of_errors():
                     job = job_of_this_rank(pipeline, request)
-                with share_failure(job.rank, job.described(), "making its engine", world.watch.lost):
+                with share_failure(
+                    job.rank,
+                    job.described(),
+                    lambda: "making its engine",
+                    world.watch.lost,
+                    named=job.name_of,
+                ):
                     engine = cls(job, chosen)
         except BaseException:
             world.leave()
@@ -492,10 +499,9 @@ class Engine:
 
     def doing(self) -> str:
         """Returns what this rank is doing, for a message: the update, and the action in it."""
-        action = self._runner.current
-        if action is None:
-            return f"in update {self.updates}"
-        return f"in update {max(0, self.updates - 1)}, at {action}"  # which has been counted already
+        where = self._runner.where()
+        update = max(0, self.updates - 1) if where else self.updates  # the one at work is counted already
+        return f"in update {update}{where}"
 
 
 def _close_at_exit(known: weakref.ref[Engine]) -> None:

@@ -31,9 +31,10 @@ _GRACE_S = 2.0  # between the end of a connection and the reason of the rank tha
 class LinkDownError(WorkerError):
     """The rank at the other end is gone, or did not answer in time."""
 
-    def __init__(self, message: str, *, peer: int | None) -> None:
-        super().__init__(message)
+    def __init__(self, peer: int | None, how: str) -> None:
+        super().__init__(f"{'another rank' if peer is None else f'rank {peer}'} {how}")
         self.peer = peer
+        self.how = how
 
 
 @contextlib.contextmanager
@@ -45,12 +46,8 @@ def name_peer_in_errors(peer: int | None) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, EOFError, OSError) as error:
-        whom = "another rank" if peer is None else f"rank {peer}"
-        raise LinkDownError(
-            f"{whom} no longer answers: it ended, or hung for longer than its time limit "
-            f"({first_line(error)})",
-            peer=peer,
-        ) from error
+        how = "no longer answers: it ended, or hung for longer than its time limit"
+        raise LinkDownError(peer, f"{how} ({first_line(error)})") from error
 
 
 def first_line(error: BaseException) -> str:
@@ -63,52 +60,48 @@ def calls_apart(here: str, own: str, there: str, theirs: str, *, rule: str = "")
     return f"{here} is {own} where {there} is {theirs}: all ranks make the same calls {rule}"
 
 
-def note_full_memory(error: BaseException, doing: str = "") -> None:
-    """Adds to an error of a GPU's full memory what to try, and the action if there is one.
-
-    `doing` is what the engine says that it is doing.
-    """
-    if not isinstance(error, torch.OutOfMemoryError):
-        return
-    if _FULL not in getattr(error, "__notes__", ()):
+def note_full_memory(error: BaseException) -> None:
+    """Adds to an error of a GPU's full memory what to try."""
+    if isinstance(error, torch.OutOfMemoryError) and _FULL not in getattr(error, "__notes__", ()):
         error.add_note(_FULL)
-    action = doing.partition(", at ")[2]
-    if action:
-        error.add_note(f"at {action}")
 
 
 @contextlib.contextmanager
 def share_failure(
     rank: int,
     stages: str,
-    doing: str,
+    doing: Callable[[], str],
     lost: Callable[[], str | None] = lambda: None,
     *,
+    named: Callable[[int], str] = "rank {}".format,
     engine: str = _MAKING,
 ) -> Iterator[None]:
     """Tells all ranks of a failure in here; raises one that began on another rank with that rank's reason.
 
-    `lost` says which rank has ended without a word, and how: the rank at the other end of a lost connection
-    may itself be a later victim. `engine` is a name that the ranks' engines share with no others.
+    `doing` says what this rank is at, `named` names a rank with its stages. `lost` says which rank has ended
+    without a word, and how: the rank at the other end of a lost connection may itself be a later victim.
+    `engine` is a name that the ranks' engines share with no others.
     """
     try:
         yield
     except LinkDownError as error:
+        seen_by = f"\n(seen by rank {rank}, {stages}, {doing()})"
+        known = str(error) if error.peer is None else f"{named(error.peer)} {error.how}"
+        tell_launcher(WorkerError(known + seen_by))  # torchrun may end this rank before it knows more
         reason = _told(engine) or lost()
         if reason is None:
-            tell_launcher(error)
             raise
         tell(engine, reason)
-        seen = WorkerError(f"{reason}\n(seen by rank {rank}, {stages}, {doing})")
+        seen = WorkerError(f"{reason}{seen_by}")
         tell_launcher(seen)
-        raise seen from error
+        raise seen from None  # the lost connection is a consequence of the reason
     except (SystemExit, KeyboardInterrupt) as error:
-        tell(engine, f"the program of rank {rank} ({stages}) ended {doing}: {error!r}")
+        tell(engine, f"the program of rank {rank} ({stages}) ended {doing()}: {error!r}")
         raise
     except Exception as error:
-        error.add_note(f"on rank {rank}, {stages}, {doing}")
         note_full_memory(error)
-        tell(engine, f"rank {rank} ({stages}) failed {doing}:\n{traceback.format_exc()}")
+        error.add_note(f"on rank {rank}, {stages}, {doing()}")
+        tell(engine, f"rank {rank} ({stages}) failed {doing()}:\n{traceback.format_exc()}")
         tell_launcher(error, traceback.format_exc())
         raise
 

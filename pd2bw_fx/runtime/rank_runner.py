@@ -67,6 +67,10 @@ class RankRunner:
         self._is_new = True  # whether the current call computes what the GPU has not computed before
         self._updated: set[int] = set()  # stages that have come to the end of an update
 
+    def where(self) -> str:
+        """Returns the action that this rank performs, for the end of a message; nothing between calls."""
+        return "" if self.current is None else f", {self.current.described()}"
+
     def draw_by(self, seed: int) -> None:
         """Sets the seed from which coming forwards draw their random numbers."""
         for stage in self._stages.values():

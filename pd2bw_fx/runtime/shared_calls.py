@@ -14,7 +14,6 @@ from pd2bw_fx.runtime.failure import (
     forget,
     is_met_by_all,
     name_peer_in_errors,
-    note_full_memory,
     share_failure,
     tell,
 )
@@ -39,15 +38,19 @@ class SharedCalls:
         self.is_closed = False
         self.is_broken = False
         self._rank, self._num_ranks = job.rank, job.num_ranks
-        self._described = job.described()
+        self._described, self._named = job.described(), job.name_of
         self._control: dist.ProcessGroup | None = control
         self._name = control.group_name
         self._num_refused = 0
         self._has_told = False  # whether this rank has told the others why it ends
-        self._at: Callable[[], str] = str  # what this rank is doing, for the note on full memory
+        self._where: Callable[[], str] = str  # at which action this rank is, for the end of a message
         self._why_broken: str | None = None  # this rank's own failure; None if another rank was the first
         if self._rank == 0:
             forget(self._name)
+
+    def perform_by(self, where: Callable[[], str]) -> None:
+        """Takes note of what says at which action of a schedule this rank is."""
+        self._where = where
 
     @contextmanager
     def shared(self, doing: str, *, alone: bool = False, on: str = "") -> Iterator[None]:
@@ -72,17 +75,21 @@ class SharedCalls:
             watch = _NOBODY if self.world is None else self.world.watch
             if not alone:
                 watch.begin(doing, on)
-            told = share_failure(self._rank, self._described, doing, watch.lost, engine=self._name)
+            told = share_failure(
+                self._rank,
+                self._described,
+                lambda: doing + self._where(),
+                watch.lost,
+                named=self._named,
+                engine=self._name,
+            )
             with watch, told, ordinary_tensors():
-                try:
-                    yield
-                except Exception as error:
-                    note_full_memory(error, self._at())
-                    raise
+                yield
         except BaseException as error:
             self.is_broken = True
             if not isinstance(error, WorkerError):
-                self._why_broken = f"rank {self._rank} ({self._described}) failed {doing}: {error!r}"
+                at = doing + self._where()
+                self._why_broken = f"rank {self._rank} ({self._described}) failed {at}: {error!r}"
             raise
 
     @contextmanager
@@ -136,7 +143,7 @@ class SharedCalls:
         """Takes note of a complete engine: `named` names a rank with its stages, `doing` says what it
         does.
         """
-        self.world, self._at = world, doing
+        self.world = world
         world.watch.tell_of(self._name, named, doing, functools.partial(tell, self._name))
 
     def tell(self, error: BaseException, when: str) -> None:

@@ -51,7 +51,7 @@ def serve(descriptor: int) -> None:
         _work(received, parent, messages)
     except Exception as error:
         mine = not isinstance(error, WorkerError)
-        note_full_memory(error, parent.doing())
+        note_full_memory(error)
         text = traceback.format_exc()
         if isinstance(error, Pd2bwError):  # which says itself what it is about
             text = "\n".join([str(error), *(getattr(error, "__notes__", ()) if mine else ())])
