@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import pd2bw_fx
-from pd2bw_fx.errors import InputError, TraceError
+from pd2bw_fx.errors import InputError, TraceError, VerificationError
 from pd2bw_fx.runtime.reference import train_reference
 from tests.test_user_models import Plain
 from tests.trained import assert_trained_by_the_rule
@@ -90,6 +90,20 @@ def test_what_torch_fx_does_not_see_written_is_refused_and_undone(writes: str) -
         split(model, tracer="fx")
 
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_write_that_autograd_sees_in_the_stages_alone_is_told() -> None:
+    class Clamping(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.first(x)
+            waves = hidden.sin()
+            hidden.data.clamp_(min=0)
+            return self.second(hidden + waves).square().mean()
+
+    with pytest.raises(
+        VerificationError, match=r"through \.data, what its own backward has kept.*to a clone"
+    ):
+        split(Clamping())
 
 
 def test_weights_that_the_forward_writes_have_no_two_versions() -> None:

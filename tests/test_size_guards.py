@@ -72,6 +72,29 @@ def test_parts_of_unequal_sizes_are_right_for_odd_batches_too() -> None:
     assert pipe.verify(model, example={"x": rows(7)}).exact
 
 
+class Shifted(nn.Module):
+    """Compares each sample with the one before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, other: Tensor, weights: Tensor) -> Tensor:
+        before = torch.cat([other[-1:], other[:-1]])
+        return ((self.first(x) - self.second(before)).square().mean(1) * weights).mean()
+
+
+def test_several_inputs_have_one_batch() -> None:
+    def batch(count: int) -> tuple[Tensor, Tensor, Tensor]:
+        return rows(count), rows(count) + 1, rows(count)[:, 0]
+
+    model = Shifted()
+    pipe = pd2bw_fx.split(model, batch(6), cluster=2, num_stages=2, costs="analytic")
+
+    assert pipe.graph.batch_sizes == SizeRange(3)
+    assert pipe.verify(model, example=dict(zip(pipe.graph.inputs, batch(5), strict=True))).exact
+
+
 @pytest.mark.parametrize(("count", "sizes"), [(16, [4, 4, 4, 4]), (12, [12])])
 def test_a_batch_whose_microbatches_would_have_a_wrong_size_is_evaluated_whole(
     count: int, sizes: list[int]

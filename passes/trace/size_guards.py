@@ -65,8 +65,10 @@ def _before_guards_are_solved(done: Callable[[Any], None]) -> Iterator[None]:
 def sizes_where_all_hold(guards: Sequence[Any], batch_size: int) -> SizeRange | None:
     """Returns all sizes from a smallest one on, or all such multiples of a divisor of the batch size.
 
-    `guards` are on the batch size alone. None where no such sizes are found.
+    `guards` are on the batch size alone, and say of several inputs that theirs is one. None where no such
+    sizes are found.
     """
+    guards = [guard for guard in guards if not _is_of_two_inputs(guard)]
     period = _period(guards)
     if not guards or period is None:
         return None
@@ -88,11 +90,14 @@ def is_for_many_sizes(text: str, batch_size: int) -> bool:
     """
     try:
         guard = sympy.sympify(text)
-        if isinstance(guard, sympy.Eq) and len(guard.free_symbols) == 2 and guard.lhs.is_Symbol:
-            return bool(guard.rhs.is_Symbol)  # two inputs have one batch
-        return sizes_where_all_hold([guard], batch_size) is not None
+        return _is_of_two_inputs(guard) or sizes_where_all_hold([guard], batch_size) is not None
     except Exception:  # a function that sympy has no name for
         return False
+
+
+def _is_of_two_inputs(guard: Any) -> bool:
+    """Whether a guard says that two inputs have one size, as all inputs have one batch size."""
+    return isinstance(guard, sympy.Eq) and bool(guard.lhs.is_Symbol and guard.rhs.is_Symbol)
 
 
 def _hold(guards: Iterable[Any], sizes: SizeRange) -> bool:

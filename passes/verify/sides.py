@@ -235,7 +235,26 @@ def _backward(
                     roots.append(value)
                     gradients.append(gradient)
         if roots:
-            torch.autograd.backward(roots, gradients)
+            with _unseen_writes_named():
+                torch.autograd.backward(roots, gradients)
+
+
+@contextmanager
+def _unseen_writes_named() -> Iterator[None]:
+    """Raises VerificationError where autograd sees a write in the stages that it does not in the model.
+
+    `h.data.clamp_(min=0)` changes what a backward has kept, and only stages, which write `h.detach()`, fail.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise VerificationError(
+            "the forward writes in place, as through .data, what its own backward has kept: the model computes "
+            "gradients from the new values, which the stages' backward refuses to. Write to a clone "
+            f"({str(error).partition(';')[0]})"
+        ) from error
 
 
 def _is_trained_on(graph: OperatorGraph, port: Port) -> bool:
