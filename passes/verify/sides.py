@@ -251,8 +251,8 @@ def _unseen_writes_named() -> Iterator[None]:
         if "modified by an inplace operation" not in str(error):
             raise
         raise VerificationError(
-            "the forward writes in place, as through .data, what its own backward has kept: the model computes "
-            "gradients from the new values, which the stages' backward refuses to. Write to a clone "
+            "the forward writes in place, as through .data, what its own backward has kept: the model "
+            "computes gradients from the new values, which the stages' backward refuses to. Write to a clone "
             f"({str(error).partition(';')[0]})"
         ) from error
 
