@@ -121,6 +121,8 @@ class Timeline:
                 waited_s = max(0.0, min(event.end_s, end_s) - max(event.start_s, start_s))
                 causes[event.rank][cause] = causes[event.rank].get(cause, 0.0) + waited_s
                 causes[event.rank]["other"] -= waited_s
+        for of_rank in causes:
+            of_rank["other"] = max(0.0, of_rank["other"])  # a sum of rounded times may be a hair below
         return tuple(causes)
 
     @property

@@ -125,6 +125,7 @@ def told() -> list[tuple[str, list[tuple[str, ...]], list[tuple[str, ...]]]]:
     return found
 
 
+@pytest.mark.timeout(900)  # the how-to's commands took 235 s on two cores at a load of 12
 @pytest.mark.parametrize("document", [document for document, _, rest in told() if rest])
 def test_the_commands_of_a_document_run(
     document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

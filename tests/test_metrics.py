@@ -44,6 +44,7 @@ def test_metrics_come_back_from_their_file_and_a_loss_that_is_no_number_too(tmp_
     assert math.isnan(found.losses[1])
     assert found.records == RECORDS
     assert found.throughput == 4 / 0.5  # by the median update
+    assert replace(metrics, update_s=(9.0, 0.5)).throughput == 4 / 0.5  # the first of two has the start in it
     json.loads((tmp_path / "metrics.json").read_text(), parse_constant=pytest.fail)
 
 

@@ -77,6 +77,8 @@ def _train_here(options: argparse.Namespace) -> int:
     pipe = named_pipeline(options)
     request = RunRequest(options.method, options.microbatches, "auto", options.replicas)
     num_ranks = work_for(pipe, request).num_ranks
+    if not options.data:
+        text_batches(pipe, options.updates)  # refuses a model of anything but text before ranks are started
     with tempfile.TemporaryDirectory(prefix="pd2bw_fx_") as folder:
         pipe.save(Path(folder) / "pipeline")
         words = _words(options, Path(folder) / "pipeline")
