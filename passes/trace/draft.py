@@ -11,11 +11,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch._logging._internal import LazyTraceHandler
 from torch._logging.structured import INTERN_TABLE
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import draft_export
+from torch.fx.experimental import sym_node
 
 from pd2bw_fx.contraction import keep_contractions_symbolic
 from pd2bw_fx.process_settings import leave_other_flags_alone
@@ -45,6 +48,7 @@ def draft_findings(program: Program, batch_size: int | None) -> tuple[str, ...]:
             keep_state(program),
             keep_program(program),
             _hide_report(),
+            _log_no_more_than_is_told(),
             keep_contractions_symbolic(),
             keep_sizes_symbolic(program.model, program.loss_fn),
             training_context(),
@@ -76,6 +80,32 @@ def _hide_report() -> Iterator[None]:
     finally:
         for logger in loggers:
             logger.removeFilter(_nothing)
+
+
+@contextmanager
+def _log_no_more_than_is_told() -> Iterator[None]:
+    """Leaves out what takes most of a draft's time and is not told here.
+
+    These are a record of each size that is computed, with the stack of calls above it, and a file of all
+    records, which torch would leave in the folder for temporary files.
+    """
+    with (
+        patch.object(sym_node, "dtrace_structured", _unlogged),
+        patch.object(LazyTraceHandler, "emit", _keep_no_file),
+    ):
+        yield
+
+
+def _unlogged(name: str, *args: Any, **kwargs: Any) -> None: ...
+
+
+class _NoFile(io.StringIO):
+    name = "no file"
+
+
+def _keep_no_file(handler: LazyTraceHandler, record: logging.LogRecord) -> None:
+    if handler.stream is None:
+        handler.stream = _NoFile()  # the report names it
 
 
 def _nothing(record: logging.LogRecord) -> bool:
