@@ -237,7 +237,7 @@ def _require_fitting(
 def _read_json(path: Path) -> Any:
     try:
         return json.loads(_read_text(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PlanMismatchError(f"{path} is no valid JSON: {error}") from None
 
 

@@ -257,9 +257,13 @@ class Plan:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Raises PlanMismatchError naming the first entry that is missing or wrong."""
-        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-            found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-            raise PlanMismatchError(f"the plan has schema {found!r}, this version reads {SCHEMA}; plan again")
+        if not isinstance(data, dict):
+            raise PlanMismatchError(
+                f"the plan is a {type(data).__name__}; the object of Plan.to_json was expected"
+            )
+        if data.get("schema") != SCHEMA:
+            found = data.get("schema", "none")
+            raise PlanMismatchError(f"the plan has schema {found}, this version reads {SCHEMA}; plan again")
         check_against(cls.json_schema(), data, "plan")
         fields = {key: data[key] for key in cls.__dataclass_fields__ if key in data}
         del fields["stages"], fields["transfers"]
@@ -281,7 +285,7 @@ class Plan:
         require_kind("text", text, (str, bytes), "the JSON that Plan.dumps() gives")
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise PlanMismatchError(f"the plan is no valid JSON: {error}") from None
         return cls.from_json(data)
 

@@ -11,8 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+import networkx as nx
+
 from pd2bw_fx.errors import InputError
 
+# What json makes of a file, as it is called there.
+_KINDS = {
+    dict: "an object", list: "a list", str: "a text", int: "a number", float: "a number",
+    bool: "a truth value", type(None): "null",
+}  # fmt: skip
+_MOST_SHOWN = 8  # nodes of a cycle, in an error
 _ROUNDING = 1e-6  # of costs, relative: files have few digits, and times in a unit of their own
 
 
@@ -57,7 +65,7 @@ def read_workload(path: str | Path) -> Workload:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"workload {path} cannot be read: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"workload {path} is no valid JSON: {error}") from error
     try:
         return workload_from_json(data, name=path.stem)
@@ -77,6 +85,7 @@ def workload_from_json(data: Any, *, name: str) -> Workload:
         raise InputError(f"two nodes have id {next(i for i in ids if ids.count(i) > 1)}; ids must differ")
     edges = tuple(_edge(at, entry, known) for at, entry in enumerate(_list(table, "edges")))
     _check_one_cost(edges)
+    _check_no_cycle(edges)
     workload = Workload(
         name=name,
         num_accelerators=_count("maxFPGAs", table),
@@ -100,6 +109,18 @@ def _check_one_cost(edges: Sequence[WorkloadEdge]) -> None:
                 f"moving the output of node {edge.source} costs {cost:g} on one edge and {edge.cost:g} on "
                 "another; give all edges of one source the same cost"
             )
+
+
+def _check_no_cycle(edges: Sequence[WorkloadEdge]) -> None:
+    """Raises InputError where a node would read what comes of its own output. Colours may make cycles."""
+    graph = nx.DiGraph((edge.source, edge.target) for edge in edges)
+    if nx.is_directed_acyclic_graph(graph):
+        return
+    nodes = [source for source, _ in nx.find_cycle(graph)]
+    path = " -> ".join(str(node) for node in [*nodes[:_MOST_SHOWN], *["..."][: len(nodes) - _MOST_SHOWN]])
+    raise InputError(
+        f"the edges {path} -> {nodes[0]} are a cycle, and none of these nodes could run first; leave one out"
+    )
 
 
 def _node(at: int, entry: Any) -> WorkloadNode:
@@ -129,7 +150,7 @@ def _edge(at: int, entry: Any, known: set[int]) -> WorkloadEdge:
 
 def _table(where: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, dict):
-        raise InputError(f"{where} is a {type(value).__name__}; an object was expected")
+        raise InputError(f"{where} is {_KINDS[type(value)]}; an object was expected")
     return value
 
 
@@ -141,9 +162,10 @@ def _list(table: Mapping[str, Any], key: str) -> Sequence[Any]:
 
 
 def _count(key: str, table: Mapping[str, Any]) -> int:
-    value = table.get(key, 0)
+    value = table.get(key)
     if not _is_whole(value) or value < 0:
-        raise InputError(f"{key} is {value!r}; a whole number of zero or more was expected")
+        found = "missing" if value is None else repr(value)
+        raise InputError(f"{key} is {found}; a whole number of zero or more was expected")
     return value
 
 

@@ -128,6 +128,12 @@ def test_enumeration_stops_at_the_deadline() -> None:
         _down_sets(drawn_workload(3), 10**5).chain_within(1.0, Deadline(0.0))
 
 
+def test_no_down_sets_are_made_after_the_deadline() -> None:
+    choices, orders = choices_of(drawn_workload(3))
+    with pytest.raises(OutOfTime):
+        DownSets.of(placement._Enumeration(choices, orders).kinds(), max_sets=100, deadline=Deadline(0.0))
+
+
 @pytest.mark.parametrize("count", range(20, 40))
 def test_a_set_comes_behind_all_within_it_whatever_the_last_digits_of_their_sums(count: int) -> None:
     """Weights take bytes and no time: a set without them has as much work, and may add up to more."""

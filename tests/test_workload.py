@@ -151,6 +151,40 @@ def test_memory_of_accelerators_is_respected() -> None:
         plan_workload(workload_from_json(data, name="small"), accelerators_only=True)
 
 
+def test_what_is_said_to_be_enough_where_nodes_do_not_fit_is_enough_and_the_least() -> None:
+    data = small() | {"maxSizePerFPGA": 50.0, "maxCPUs": 0}
+    data["nodes"] = [data["nodes"][0] | {"id": at, "size": size} for at, size in enumerate([30, 40, 25, 35])]
+    data["edges"] = [{"sourceId": at, "destId": at + 1, "cost": 0.5} for at in range(3)]
+
+    with pytest.raises(
+        InfeasibleError, match="With 4 accelerators, or 70 bytes each it fits; or give it a CPU"
+    ):
+        plan_workload(workload_from_json(data, name="row"))
+
+    for enough in ({"maxFPGAs": 4}, {"maxSizePerFPGA": 70.0}):
+        plan_workload(workload_from_json(data | enough, name="row"))
+    for too_few in ({"maxFPGAs": 3}, {"maxSizePerFPGA": 69.0}):
+        with pytest.raises(InfeasibleError):
+            plan_workload(workload_from_json(data | too_few, name="row"))
+
+
+def test_nodes_too_large_for_any_accelerator_are_named() -> None:
+    data = small()
+    data["nodes"][1]["size"] = 11
+    with pytest.raises(InfeasibleError, match="node 2 alone needs 11 bytes, and an accelerator has 10"):
+        plan_workload(workload_from_json(data, name="small"), accelerators_only=True)
+    for node in data["nodes"][:2]:
+        node |= {"size": 6, "colorClass": 1}
+    with pytest.raises(InfeasibleError, match=r"nodes 1, 2, which share a colour .* need together 12 bytes"):
+        plan_workload(workload_from_json(data, name="small"), accelerators_only=True)
+
+
+def test_small_times_are_printed_with_their_digits() -> None:
+    assert str(Placement(1.5e-9, 1.4e-9, {7: "acc0"}, 0.1, "highs")) == (
+        "objective 1.5e-09, bound 1.4e-09, gap 6.7e-02\n  acc0: 1 node"
+    )
+
+
 @pytest.mark.parametrize(("num_nodes", "slowest"), [(33, 5.0), (32, 4.0)])
 def test_equal_nodes_that_cannot_be_spread_evenly_are_proven_at_once(num_nodes: int, slowest: float) -> None:
     data = small() | {"edges": [], "maxFPGAs": 8}
@@ -208,6 +242,8 @@ def test_same_workload_gives_the_same_placement() -> None:
         (("nodes", 0, "colorClass"), float("nan"), "colorClass is nan; a whole number or a name"),
         (("nodes", 0, "fpgaLatency"), 10**400, "fpgaLatency is 10000"),
         (("maxFPGAs",), -1, "maxFPGAs is -1"),
+        (("maxCPUs",), None, "maxCPUs is missing"),
+        (("nodes", 0), None, r"nodes\[0\] is null"),
         (("maxSizePerFPGA",), None, "maxSizePerFPGA is missing"),
         (("nodes",), [], "nodes is empty"),
         (("nodes",), None, "nodes is missing"),
@@ -271,14 +307,27 @@ def test_unreadable_file_is_named(tmp_path: Path) -> None:
     broken.write_text("{")
     with pytest.raises(InputError, match=r"broken\.json is no valid JSON"):
         read_workload(broken)
+    deep = tmp_path / "deep.json"
+    deep.write_text("[" * 100_000)
+    with pytest.raises(InputError, match=r"deep\.json is no valid JSON"):
+        read_workload(deep)
     listed = tmp_path / "listed.json"
     listed.write_text(json.dumps([]))
     with pytest.raises(InputError, match=r"listed\.json: the file is a list"):
         read_workload(listed)
 
 
-def test_forward_cycle_becomes_one_group() -> None:
+def test_a_cycle_through_colours_becomes_one_group() -> None:
     data = small()
-    data["edges"].append({"sourceId": 3, "destId": 2, "cost": 0.25})
+    assert [(edge["sourceId"], edge["destId"]) for edge in data["edges"]] == [(1, 2), (2, 3)]
+    data["nodes"][0]["colorClass"] = data["nodes"][2]["colorClass"] = 7
     placement = plan_workload(workload_from_json(data, name="small"))
-    assert placement.assignment[2] == placement.assignment[3]
+    assert len(set(placement.assignment.values())) == 1
+
+
+@pytest.mark.parametrize(("extra", "path"), [((3, 2), "2 -> 3 -> 2"), ((2, 2), "2 -> 2")])
+def test_a_cycle_of_edges_is_refused(extra: tuple[int, int], path: str) -> None:
+    data = small()
+    data["edges"].append({"sourceId": extra[0], "destId": extra[1], "cost": 0.25})
+    with pytest.raises(InputError, match=f"the edges {path} are a cycle"):
+        workload_from_json(data, name="small")

@@ -113,7 +113,10 @@ def _check_stages(plan: Plan, problem: Problem, cluster: Cluster) -> None:
             if name not in known:
                 raise PlanMismatchError(f"stage {at} lists {name!r}, which is no operator of this graph")
             if name in seen:
-                raise PlanMismatchError(f"operator {name!r} is in stage {seen[name]} and in stage {at}")
+                where = (
+                    f"twice in stage {at}" if seen[name] == at else f"in stage {seen[name]} and in stage {at}"
+                )
+                raise PlanMismatchError(f"operator {name!r} is {where}")
             seen[name] = at
         if not 0 <= stage.device <= len(cluster) - stage.replicas or stage.replicas < 1:
             copies = "" if stage.replicas == 1 else f" with {stage.replicas} replicas"

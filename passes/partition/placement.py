@@ -14,14 +14,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from pd2bw_fx.arguments import require_search
-from pd2bw_fx.errors import InfeasibleError, InputError
+from pd2bw_fx.errors import InputError, SolverError
 from pd2bw_fx.passes.solver import Status, check_solver
 from pd2bw_fx.plan import Progress
+from pd2bw_fx.units import counted
 from pd2bw_fx.workload import Workload
 
 from .bounds.dominance import join_dominated, join_dominated_pairs
@@ -29,6 +31,7 @@ from .bounds.downsets import DeviceKind, DownSets, OutOfTime, down_sets
 from .bounds.side_branches import join_side_branches, moved_ahead
 from .choices import Answer, Choices, Deadline
 from .groups import Groups, RelaxedGroups, Totals, groups_of, tensors_between, totals
+from .infeasibility.placing import does_not_fit
 from .instance import Instance, Net, evaluate
 from .search.search import Enumeration, search
 
@@ -36,6 +39,8 @@ _FEW_DOWN_SETS = 10_000  # these are enumerated in about a second
 _MAX_DOWN_SETS = 400_000  # more of them are not enumerated
 _FEW_WITH_CPUS = 40_000  # groups are joined until no more are left, where there are CPUs
 _MOST_ORDERS = 200_000  # of accelerators and CPUs
+_EXPLAINING_S = 8.0  # at most, for what would be enough where the nodes do not fit
+_ANY = 0.999  # a gap: any placement will do
 _JOINING_SHARE = 0.25  # of the time limit, for joining groups
 # Joined first are groups with this share of all others beside them, then those with fewer.
 _SHARES_BESIDE = (1 / 4, 1 / 6, 1 / 8, 1 / 10, 1 / 12, 1 / 16, 1 / 32, 1 / 64, 0)
@@ -70,8 +75,8 @@ class Placement:
 
     def __str__(self) -> str:
         sizes = Counter(self.assignment.values())
-        lines = [f"objective {self.objective:.6f}, bound {self.bound:.6f}, gap {self.gap:.1e}"]
-        lines += [f"  {device}: {count} nodes" for device, count in sorted(sizes.items())]
+        lines = [f"objective {self.objective:.8g}, bound {self.bound:.8g}, gap {self.gap:.1e}"]
+        lines += [f"  {device}: {counted(count, 'node')}" for device, count in sorted(sizes.items())]
         return "\n".join(lines)
 
 
@@ -127,7 +132,10 @@ def plan_workload(
         kinds=of_groups.kinds(),
     )
     if found is None:
-        raise _does_not_fit(workload, with_cpus=num_cpus > 0)
+        explaining = Deadline(_EXPLAINING_S, within=deadline)
+        raise does_not_fit(
+            workload, groups_of(workload), partial(_fullest, solver=solver, deadline=explaining)
+        )
     names = _device_names(orders[found.choice])
     return Placement(
         objective=found.bottleneck_s,
@@ -140,18 +148,18 @@ def plan_workload(
     )
 
 
-def _does_not_fit(workload: Workload, *, with_cpus: bool) -> InfeasibleError:
-    refused = [node.id for node in workload.nodes if not node.on_accelerator]
-    if refused and not with_cpus:
-        return InfeasibleError(
-            f"node {refused[0]} is not supported on accelerators (supportedOnFpga is 0), and there is no CPU "
-            "to run it; plan with the CPUs"
-        )
-    return InfeasibleError(
-        f"the {sum(node.num_bytes for node in workload.nodes):.0f} bytes of {len(workload.nodes)} nodes "
-        f"do not fit on {workload.num_accelerators} accelerators of {workload.accelerator_bytes:.0f} "
-        "bytes each, whole and in order; try more of them, or plan with the CPUs"
-    )
+def _fullest(workload: Workload, *, solver: str, deadline: Deadline) -> float | None:
+    """Returns the bytes on the fullest accelerator of any placement without CPUs. It is None where there is
+    none, or none was found in half of the time that is left."""
+    groups = groups_of(workload)
+    most = min(workload.num_accelerators, len(groups.members))
+    choices = _choices(workload, groups, _device_orders(most, 0))
+    within = Deadline(deadline.left_s / 2, within=deadline)
+    try:
+        found = search(choices, solver=solver, max_gap=_ANY, deadline=within)
+    except SolverError:
+        return None
+    return None if found is None else float(evaluate(choices[0], found.stage_of).memory_bytes.max())
 
 
 def _relaxed_groups(
@@ -191,20 +199,20 @@ class _Enumeration:
     def is_short(self) -> bool:
         return self._make(_FEW_DOWN_SETS) is not None
 
-    def _make(self, max_sets: int) -> DownSets | None:
+    def _make(self, max_sets: int, deadline: Deadline | None = None) -> DownSets | None:
         if self._down_sets is None and self._tried < max_sets:
+            self._down_sets = DownSets.of(self.kinds(), max_sets=max_sets, deadline=deadline)
             self._tried = max_sets
-            self._down_sets = DownSets.of(self.kinds(), max_sets=max_sets)
         return self._down_sets
 
     def __call__(self, target_s: float, deadline: Deadline) -> Answer:
         if not np.isfinite(target_s):
             return Answer(Status.UNKNOWN)
-        down_sets = self._make(_MAX_DOWN_SETS)
-        if down_sets is None:
-            return Answer(Status.UNKNOWN)
-        self._down_sets = down_sets = down_sets.within_reach(target_s)
         try:
+            down_sets = self._make(_MAX_DOWN_SETS, deadline)
+            if down_sets is None:
+                return Answer(Status.UNKNOWN)
+            self._down_sets = down_sets = down_sets.within_reach(target_s)
             chain = down_sets.chain_within(target_s, deadline)
         except OutOfTime:
             return Answer(Status.UNKNOWN)

@@ -75,11 +75,15 @@ class DownSets:
         self.rate = _rate(self.kinds)
 
     @classmethod
-    def of(cls, kinds: Sequence[DeviceKind], *, max_sets: int) -> DownSets | None:
-        """Returns None where there are more than `max_sets`, or the tables would be too large."""
+    def of(cls, kinds: Sequence[DeviceKind], *, max_sets: int, deadline: Any = None) -> DownSets | None:
+        """Returns None where there are more than `max_sets`, or the tables would be too large.
+
+        Raises OutOfTime.
+        """
         instance = kinds[0].instance
         width = max(instance.num_nodes, len(instance.nets), 1)
-        sets = down_sets(instance.num_nodes, instance.edges, min(max_sets, _MAX_CELLS // width))
+        max_sets = min(max_sets, _MAX_CELLS // width)
+        sets = down_sets(instance.num_nodes, instance.edges, max_sets, deadline)
         return None if sets is None else cls(kinds, _members(sets, instance.num_nodes))
 
     def within_reach(self, target_s: float) -> DownSets:
@@ -263,8 +267,10 @@ class _Table:
         self.cut_s: Floats = self.cost_s @ partly
 
 
-def down_sets(num_nodes: int, edges: Sequence[tuple[int, int]], max_sets: int) -> list[int] | None:
-    """Returns all down-sets as bit masks, or None where there are more than `max_sets`."""
+def down_sets(
+    num_nodes: int, edges: Sequence[tuple[int, int]], max_sets: int, deadline: Any = None
+) -> list[int] | None:
+    """Returns all down-sets as bit masks, or None where there are more than `max_sets`. Raises OutOfTime."""
     before = [0] * num_nodes
     after: list[list[int]] = [[] for _ in range(num_nodes)]
     for u, v in edges:
@@ -274,6 +280,8 @@ def down_sets(num_nodes: int, edges: Sequence[tuple[int, int]], max_sets: int) -
     found: list[int] = [0]
     level: dict[int, tuple[int, ...]] = {0: roots}
     while level:
+        if deadline is not None and deadline.left_s == 0:
+            raise OutOfTime
         larger: dict[int, tuple[int, ...]] = {}
         for members, ready in level.items():
             for node in ready:
