@@ -8,5 +8,8 @@ relaxation.py     the same with relaxed rules for a tensor's cost and for memory
 relaxed_bound.py  a bound for stages that are all alike, over joined nodes
 chains.py         the chain of down-sets that leaves most room, for relaxed_bound.py
 dominance.py      joins nodes that may share a device at no loss, so that fewer down-sets are left
+near_cuts.py      the down-sets that an assignment near a bound can be cut at, where all are too many
+cut_graph.py      down-sets as closures whose price is the cost of cut tensors
+closures.py       all closures that keep to limits, by what they cost beyond the least
 side_branches.py  leaves small branches out, for the same reason
 """

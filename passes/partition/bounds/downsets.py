@@ -214,7 +214,8 @@ class _Dominating:
         for node in range(instance.num_nodes):
             at = np.flatnonzero(~has[node] & has[before[node]].all(axis=0))
             words = sets.words[:, at] | bits[:, [node]]
-            with_it = by_hash[np.searchsorted(hashes, (words * factors).sum(axis=0), sorter=by_hash)]
+            place = np.searchsorted(hashes, (words * factors).sum(axis=0), sorter=by_hash)
+            with_it = by_hash[np.minimum(place, len(sets) - 1)]  # another set, where not all are listed
             is_no_worse = (sets.words[:, with_it] == words).all(axis=0)
             for kind, table in zip(sets.kinds, sets.tables, strict=True):
                 work_s = kind.instance.work_s[kind.stage, node]

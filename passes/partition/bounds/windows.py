@@ -39,6 +39,14 @@ class Reach:
         """Returns the sum of each node's own amount and those of all its descendants."""
         return amount + amount @ self._before
 
+    def comes_before(self, one: int, other: int) -> bool:
+        return bool(self._before[other, one])
+
+    def among(self, nodes: Integers) -> Flags:
+        """Returns a table of some nodes whose entry [v, u] says that u comes before v."""
+        among: Flags = self._before[np.ix_(nodes, nodes)] > 0
+        return among
+
     def related(self, node: int) -> Flags:
         """Returns which nodes come before or after this one."""
         related: Flags = (self._before[node] > 0) | (self._before[:, node] > 0)

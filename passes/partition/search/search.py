@@ -13,6 +13,7 @@ a bound. Programs have the rest of the time. `_problem_steps` and `_workload_ste
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -24,12 +25,14 @@ from pd2bw_fx.passes.partition.bounds.downsets import DeviceKind
 from pd2bw_fx.passes.partition.choices import Answer, Choices, Deadline, SearchResult
 from pd2bw_fx.plan import Progress
 
+from .by_cuts import prove_by_cuts
 from .search_state import SearchState
 
 _FINEST_GAP = 3e-6  # a smaller gap could not be told from a solver's tolerance
 _FIRST_SHARE = 0.2  # of the time limit, for the first cuts and the programs after them
 _FIRST_TIME_S = 5.0  # seconds that these have at most
 _FIRST_SHARE_OF_WORKLOADS = 0.02  # of the time left: short, because their down-sets may be enumerated instead
+_CUTS_SHARE = 0.9  # of the time left, for listing the cuts near a target
 _FEW_ORDERS = 25  # fruitless orders in a row, after which down-sets are enumerated where they are few
 
 
@@ -175,5 +178,6 @@ def _workload_steps(
         _Step(0.1, state.shuffle),
         _Step(0.7, state.ask_windows),
         _Step(None, enumerate_all),
+        _Step(_CUTS_SHARE, functools.partial(prove_by_cuts, state)),
         _Step(1.0, state.ask_programs),
     )

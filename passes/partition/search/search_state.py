@@ -141,6 +141,16 @@ class SearchState:
         elif or_as_good and loads.bottleneck_s == self.bottleneck_s:
             self.choice, self.stage_of = choice, stage_of
 
+    def offer(self, answer: Answer) -> None:
+        """Takes an answer's assignment, if it has one, as the incumbent if it is better."""
+        if answer.stage_of is not None:
+            self._offer(answer.choice, answer.stage_of)
+
+    def refute(self, target_s: float) -> None:
+        """Takes the target as a bound on all choices."""
+        self.refuted_s[:] = np.maximum(self.refuted_s, target_s)
+        self.tell()
+
     def ask_programs(self, finest: float) -> None:
         is_small = self.choices[0].num_nodes * self.choices[0].num_stages <= _SMALL
         for gap in (finest,) if is_small or finest >= _COARSE_GAP else (_COARSE_GAP, finest):

@@ -1,0 +1,247 @@
+"""The down-sets at which an assignment within a target can be cut, where a graph has too many to list all.
+
+For k devices that are alike, let D[j] be what devices 1..j have together. An assignment within the target T
+keeps to these limits, with the work w and the cost c(D) of the tensors that D cuts:
+
+    work and transfers of devices 1..j       w(D[j]) + c(D[j]) + inner  <=  j T
+    of those behind them                 W - w(D[j]) + c(D[j]) + inner  <=  (k - j) T
+    of all devices                W + sum over j of a c(D[j])           <=  k T
+
+`inner` is what the other cuts cost on that side at least. A tensor that is cut at one place only is paid on
+both sides, so it counts twice (a = 2); one that may go past devices which have no part of it counts less
+(`_Charges`). The nearer T is to a bound, the less room is left, and the fewer sets have so little work and
+cost beyond the least. So a bound, and often the optimum, can be proven from below where the graph has
+billions of down-sets.
+
+For each cut, linear programs say which nodes its down-set must have and cannot have (`closures.py`): first by
+the prices of their solutions, then by trying single nodes. This makes the least costs of all cuts larger, and
+with them the room smaller, and so on. Then the down-sets that are left are listed, at the ends of the
+pipeline first, where there are fewest. What all listed sets have in common narrows the other cuts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pd2bw_fx.passes.partition.instance import Flags, Floats, Instance, Integers
+
+from .closures import Closures, Limit
+from .cut_graph import CutGraph
+
+_SLACK = 1e-9  # of the limits: rounding never excludes what fits exactly
+_ROUNDS = 6
+_WORTHWHILE = 0.9  # of the open nodes: a round that leaves more of them is the last
+
+
+def applies_to(instance: Instance) -> bool:
+    """Returns whether all devices are alike and pay once for each tensor that they have a part of."""
+    return (
+        instance.num_stages > 1
+        and instance.may_be_empty
+        and not instance.per_destination
+        and not instance.overlap
+        and bool((instance.work_s == instance.work_s[0]).all())
+        and bool((instance.cost_s == instance.cost_s[:, :1, :1]).all())
+        and bool((instance.limit_bytes == instance.limit_bytes[0]).all())
+        and instance.fixed_s is None
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Listed:
+    """Down-sets by their members (sets, nodes), the empty and the full one among them, and whether these are
+    all that an assignment within the target can be cut at."""
+
+    member: Flags
+    are_all: bool
+
+
+class NearCuts:
+    """The cuts of all assignments to `num_stages` devices within a target.
+
+    `can` and `must` say which nodes each of the sets D[0] .. D[k] can and must have.
+    """
+
+    def __init__(self, graph: CutGraph, num_stages: int, target_s: float) -> None:
+        self._graph = graph
+        self._k = k = num_stages
+        self._target_s = target_s
+        self._can = np.ones((k + 1, graph.size), dtype=bool)
+        self._must = np.zeros((k + 1, graph.size), dtype=bool)
+        self._can[0], self._must[k] = False, True
+        self._least_s = np.zeros(k + 1)  # that a cut adds to all devices together, beyond their work
+        self._inner_s = np.zeros(k + 1)  # that it adds to the devices before another cut, or behind it
+        self._is_refuted = False
+        self._is_near = False
+        for j in range(1, k):
+            self._can[j, graph.node] = graph.up_to_s <= j * target_s * (1 + _SLACK)
+            self._must[j, graph.node] = graph.from_on_s > (k - j) * target_s * (1 + _SLACK)
+        self._close()
+
+    def keep_near(self, stage_of: Integers, radius_s: float) -> None:
+        """Leaves the cuts of an assignment and those near it: on the way from its cut to a node that may be
+        on the other side is at most so much work. What is listed then is not all that there is."""
+        self._is_near = True
+        graph, work_s = self._graph, self._graph.work_s[self._graph.node]
+        for j in range(1, self._k):
+            within = stage_of < j
+            entering = ~within & (graph.reach.up_to(work_s * ~within) <= radius_s)
+            leaving = within & (graph.reach.from_on(work_s * within) <= radius_s)
+            self._can[j, graph.node] &= within | entering
+            self._must[j, graph.node] |= within & ~leaving
+        self._close()
+
+    def listed(self, most: int, deadline: Any) -> Listed | None:
+        """Lists the cuts, or returns None, which proves that there are none.
+
+        Where one place has more than `most`, nothing is listed, or near an assignment the cheapest ones are.
+        Raises OutOfTime.
+        """
+        if not self._is_near:
+            self._try_nodes(deadline)
+        found, are_all = [], True
+        stages = range(1, self._k)
+        inwards = dict.fromkeys(j for pair in zip(stages, reversed(stages), strict=True) for j in pair)
+        for j in inwards:
+            charges = _Charges(self._graph, self._k, self._target_s, self._can, self._must)
+            self._bound(j, charges)  # narrows the cut, so that fewer nodes are open below
+            self._close()
+            cut = None if self._is_refuted else self._bound(j, charges)
+            if cut is None or self._is_refuted:
+                return None
+            taken, is_complete = cut.closures.within(
+                cut.potentials, most, deadline, or_the_best=self._is_near
+            )
+            if not is_complete and not self._is_near:
+                return Listed(np.zeros((0, len(self._graph.node)), dtype=bool), are_all=False)
+            sets = np.repeat(cut.must[None], len(taken), axis=0)
+            sets[:, cut.open] = taken
+            found.append(sets[:, self._graph.node])
+            are_all &= is_complete
+            if is_complete:
+                self._can[j] &= sets.any(axis=0)
+                self._must[j] |= sets.all(axis=0)
+                self._is_refuted |= len(sets) == 0
+                self._close()
+            if self._is_refuted:
+                return None
+        ends = self._can[:1, self._graph.node], self._must[-1:, self._graph.node]
+        return Listed(_distinct(np.concatenate((*ends, *found))), are_all)
+
+    def _try_nodes(self, deadline: Any) -> None:
+        for _ in range(_ROUNDS):
+            num_open = int((self._can & ~self._must).sum())
+            charges = _Charges(self._graph, self._k, self._target_s, self._can, self._must)
+            for j in range(1, self._k):
+                if not self._is_refuted:
+                    self._try_nodes_of(j, charges, deadline)
+            self._close()
+            if self._is_refuted or (self._can & ~self._must).sum() > _WORTHWHILE * num_open:
+                return
+
+    def _try_nodes_of(self, j: int, charges: _Charges, deadline: Any) -> None:
+        cut = self._bound(j, charges)
+        if self._is_refuted:
+            return
+        number = np.full(self._graph.size, -1)
+        number[cut.open] = np.arange(len(cut.open))
+        own = np.flatnonzero(number[self._graph.node] >= 0)
+        nodes = number[self._graph.node[own]]
+        never, always = cut.closures.refuted(nodes, self._graph.reach.among(own), deadline)
+        self._can[j, cut.open[never]] = False
+        self._must[j, cut.open[always]] = True
+
+    def _bound(self, j: int, charges: _Charges) -> _Cut:
+        """Raises the least costs of one cut, and narrows what it can and must have."""
+        cut = _Cut(self._graph, self._can[j], self._must[j], self._limits(j, charges))
+        for potential in cut.potentials:
+            self._can[j, cut.open[potential.taken > potential.room]] = False
+            self._must[j, cut.open[potential.left > potential.room]] = True
+            self._is_refuted |= potential.room < 0
+        in_all, inner = self._graph.of_cut(charges.in_all), self._graph.of_cut(charges.inner)
+        least_s = float(in_all[cut.must].sum()) + cut.potentials[0].least
+        self._least_s[j] = max(self._least_s[j], least_s)
+        if charges.inner.any():
+            inner_s = float(inner[cut.must].sum()) + cut.closures.least(inner[cut.open])
+            self._inner_s[j] = max(self._inner_s[j], inner_s)
+        return cut
+
+    def _limits(self, j: int, charges: _Charges) -> list[Limit]:
+        graph, k, target_s = self._graph, self._k, self._target_s
+        slack_s = k * target_s * _SLACK
+        cut_s = graph.of_cut(np.ones(len(graph.nets)))
+        others_s = self._least_s.sum() - self._least_s[j]
+        before_s, behind_s = self._inner_s[:j].sum(), self._inner_s[j + 1 :].sum()
+        limits = [
+            Limit(graph.of_cut(charges.in_all), k * target_s - graph.total_s - others_s + slack_s),
+            Limit(cut_s + graph.work_s, j * target_s - before_s + slack_s),
+            Limit(cut_s - graph.work_s, (k - j) * target_s - behind_s - graph.total_s + slack_s),
+        ]
+        num_bytes, limit = float(graph.num_bytes.sum()), graph.limit_bytes * (1 + _SLACK)
+        if num_bytes > limit:
+            limits += [
+                Limit(graph.num_bytes, j * limit),
+                Limit(-graph.num_bytes, (k - j) * limit - num_bytes),
+            ]
+        return limits
+
+    def _close(self) -> None:
+        self._graph.close(self._can, self._must)
+        np.logical_or.accumulate(self._must, axis=0, out=self._must)
+        np.logical_and.accumulate(self._can[::-1], axis=0, out=self._can[::-1])
+        self._is_refuted |= bool((self._must & ~self._can).any())
+
+
+def _distinct(member: Flags) -> Flags:
+    rows = dict.fromkeys(row.tobytes() for row in np.packbits(member, axis=1))
+    packed = np.frombuffer(b"".join(rows), dtype=np.uint8).reshape(len(rows), -1)
+    return np.unpackbits(packed, axis=1, count=member.shape[1]).astype(bool)
+
+
+class _Cut:
+    """One cut: the closures of the nodes that are open, with what the others cost taken off the limits."""
+
+    def __init__(self, graph: CutGraph, can: Flags, must: Flags, limits: list[Limit]) -> None:
+        self.must = must.copy()
+        self.open = np.flatnonzero(can & ~must)
+        number = np.full(graph.size, -1)
+        number[self.open] = np.arange(len(self.open))
+        arcs = number[graph.arcs]
+        arcs = arcs[(arcs >= 0).all(axis=1)]
+        here = [
+            Limit(limit.prices[self.open], limit.at_most - float(limit.prices[must].sum()))
+            for limit in limits
+        ]
+        self.closures = Closures(len(self.open), arcs, graph.follows[self.open], here)
+        self.potentials = self.closures.potentials()
+
+
+class _Charges:
+    """How often each tensor's cost counts for each cut that it is cut at, so that no assignment pays less.
+
+    `in_all` counts for all devices together. `inner` counts for the devices before a cut (or behind it), for
+    each further cut on that side; for the cut itself the tensor counts once.
+
+    A tensor that is cut at t places has parts on p devices, and costs p times, on either side at least once.
+    The t - 1 devices between the first part and the last one have a part or are passed. A device that is
+    passed has only work beside the tensor, and no less work than W - (k - 1) T. So at most n are passed
+    between two parts, where n is the work beside the tensor over this least work, and p >= 1 + t / (n + 1).
+    If there are two members, p = 2 and t <= n + 1.
+    """
+
+    def __init__(self, graph: CutGraph, k: int, target_s: float, can: Flags, must: Flags) -> None:
+        places = (can[1:k, graph.first] & ~must[1:k, graph.last]).sum(axis=0)
+        least_s = graph.total_s - (k - 1) * target_s
+        steps = np.full(len(places), float(k))
+        if least_s > 0:
+            steps = 1 + np.floor(np.minimum(graph.beside_s / least_s * (1 + _SLACK), k))
+        steps = np.maximum(np.minimum(steps, places), 1)
+        most = np.maximum(places, 1)
+        is_pair = np.array([len(net) == 2 for net in graph.nets], dtype=bool)
+        is_twice = (most == 1) | (is_pair & (steps == 1))
+        in_all = np.where(is_pair, 2 / steps, np.maximum(2 / most, 1 / steps))
+        self.in_all: Floats = np.where(is_twice, 2.0, in_all)
+        self.inner: Floats = np.where(is_twice, 2.0, np.where(~is_pair & (steps == 1), 1.0, 0.0))

@@ -1,0 +1,108 @@
+"""The step of the search that lists the cuts near a target (`bounds/near_cuts.py`), from both sides.
+
+For a better plan it lists the cuts near those of the incumbent, and takes the best chain of them: all stages
+change at once. If that brings nothing, it lists cuts farther off.
+
+For a bound it asks at targets between the bound and the incumbent. A target near the bound leaves few cuts,
+which are listed completely. Then either a chain of them is a better plan, or the target is a bound. A target
+that leaves too many is asked again when more may be listed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pd2bw_fx.passes.partition.bounds.cut_graph import CutGraph
+from pd2bw_fx.passes.partition.bounds.downsets import DeviceKind, DownSets, OutOfTime
+from pd2bw_fx.passes.partition.bounds.near_cuts import NearCuts, applies_to
+from pd2bw_fx.passes.partition.choices import Answer
+from pd2bw_fx.passes.partition.instance import within_reach
+from pd2bw_fx.passes.solver import Status
+
+from .search_state import SearchState
+
+_RADII = (0.1, 0.2, 0.4, 0.8)  # of the incumbent's slowest stage
+_GAINS = (0.01, 0.001)  # of the incumbent: what is asked for first
+_FEW_NEAR = 1500  # cuts of one place near the incumbent
+_FIRST, _MORE = 4000, 4  # cuts of one place that are listed first, and so many times more when all is unknown
+_MAX_CELLS = 100_000_000  # cuts of all places times nodes
+_NEARLY = 4  # times the gap to prove: where so little is left, the least improvement is asked for
+_SETTLED = 0.05  # of the gap: bisection ends where so much of it is between known and unknown
+
+
+def prove_by_cuts(state: SearchState, gap: float) -> None:
+    """Improves the incumbent and the bound until the gap is proven or the time is up."""
+    if len(state.choices) != 1 or not applies_to(state.choices[0]) or state.stage_of is None:
+        return
+    questions = _Questions(state)
+    try:
+        questions.improve(gap)
+        questions.prove(gap)
+    except OutOfTime:
+        pass
+
+
+class _Questions:
+    """What is asked about one instance, whose stages are all alike."""
+
+    def __init__(self, state: SearchState) -> None:
+        self._state = state
+        instance = within_reach(state.choices[0], float(state.bottleneck_s))
+        self._kind = DeviceKind(instance, 0, instance.num_stages)
+        self._graph = CutGraph(self._kind, state.reach)
+        self._most = _MAX_CELLS // (instance.num_stages * max(instance.num_nodes, 1))
+
+    def improve(self, gap: float) -> None:
+        """Looks for better plans near the incumbent, until there is none that the few cuts listed make."""
+        state = self._state
+        for gain in (*_GAINS, gap):
+            at = 0
+            while at < len(_RADII) and not state.is_proven(gap):
+                answer = self._ask(self._slightly_less(gain), _FEW_NEAR, radius=_RADII[at])
+                at = 0 if self._is_gained(answer) else at + 1
+
+    def prove(self, gap: float) -> None:
+        """Asks at targets from the bound up, until the gap is proven or too many cuts would be listed."""
+        state, most, unknown_s = self._state, _FIRST, np.inf
+        while not state.is_proven(gap):
+            bound_s, best_s = state.bound_s(), float(state.bottleneck_s)
+            if unknown_s - bound_s < _SETTLED * (best_s - bound_s):
+                if most >= self._most:
+                    return
+                most, unknown_s = most * _MORE, np.inf
+            slightly_less_s = self._slightly_less(gap)
+            target_s = min((bound_s + min(unknown_s, best_s)) / 2, slightly_less_s)
+            if unknown_s == np.inf and best_s - bound_s < _NEARLY * gap * best_s:
+                target_s = slightly_less_s
+            answer = self._ask(target_s, min(most, self._most))
+            if answer.status is Status.INFEASIBLE:
+                state.refute(target_s)
+            elif self._is_gained(answer):
+                self.improve(gap)
+            else:
+                unknown_s = target_s
+
+    def _is_gained(self, answer: Answer) -> bool:
+        """Takes an answer's assignment, and returns whether it is better than the incumbent was."""
+        before_s = self._state.bottleneck_s
+        self._state.offer(answer)
+        return bool(self._state.bottleneck_s < before_s)
+
+    def _slightly_less(self, gap: float) -> float:
+        return float(self._state.bottleneck_s) * (1 - gap)
+
+    def _ask(self, target_s: float, most: int, *, radius: float | None = None) -> Answer:
+        state, deadline = self._state, self._state.deadline
+        cuts = NearCuts(self._graph, self._kind.count, target_s)
+        if radius is not None:
+            assert state.stage_of is not None
+            cuts.keep_near(state.stage_of, radius * target_s)
+        listed = cuts.listed(most, deadline)
+        if listed is None:
+            return Answer(Status.INFEASIBLE if radius is None else Status.UNKNOWN)
+        if len(listed.member) == 0:
+            return Answer(Status.UNKNOWN)
+        chain = DownSets([self._kind], listed.member).chain_within(target_s, deadline)
+        if chain is not None:
+            return Answer(Status.FEASIBLE, 0, chain.stage_of)
+        return Answer(Status.INFEASIBLE if listed.are_all and radius is None else Status.UNKNOWN)

@@ -1,0 +1,130 @@
+"""Listing the cuts near a target finds what going through all assignments finds, and leaves nothing out."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pd2bw_fx.passes.partition import placement
+from pd2bw_fx.passes.partition.bounds.cut_graph import CutGraph
+from pd2bw_fx.passes.partition.bounds.downsets import DeviceKind, DownSets
+from pd2bw_fx.passes.partition.bounds.near_cuts import Listed, NearCuts
+from pd2bw_fx.passes.partition.bounds.windows import Reach
+from pd2bw_fx.passes.partition.choices import Deadline
+from pd2bw_fx.passes.partition.instance import Instance, Net, evaluate, respects_edges
+from pd2bw_fx.passes.partition.search import search
+from pd2bw_fx.passes.partition.search.search_state import SearchState
+from pd2bw_fx.workload import Workload, workload_from_json
+from tests.drawn_workloads import choices_of
+
+
+def drawn(seed: int) -> Instance:
+    """Up to seven nodes on up to four devices. Some tensors have no end that comes before or behind all."""
+    draw = random.Random(seed)
+    count, num_devices = draw.randint(3, 7), draw.randint(2, 4)
+    nodes = [
+        {
+            "id": at,
+            "fpgaLatency": draw.choice([0, 1, 3 * draw.random()]),
+            "cpuLatency": 0,
+            "size": draw.randint(0, 5),
+        }
+        for at in range(count)
+    ]
+    edges = [
+        {"sourceId": source, "destId": reader, "cost": cost}
+        for source in range(count - 1)
+        for cost in [draw.choice([0.1, 1, 3]) * draw.random()]
+        for reader in draw.sample(range(source + 1, count), min(count - 1 - source, draw.randint(0, 3)))
+    ]
+    tight = sum(node["size"] for node in nodes) * 1.3 / num_devices + 3
+    data = {"nodes": nodes, "edges": edges, "maxFPGAs": num_devices, "maxCPUs": 0}
+    limit = draw.choice([1000.0, tight])
+    choices, _ = choices_of(workload_from_json(data | {"maxSizePerFPGA": limit}, name=""))
+    beside = [Net(*_ends(draw.sample(range(count), 3))) for _ in range(draw.randint(0, 2))]
+    costs = np.full((len(beside), num_devices, num_devices), draw.random())
+    instance = replace(choices[0], num_stages=num_devices)
+    return replace(instance, nets=(*instance.nets, *beside), cost_s=np.concatenate((instance.cost_s, costs)))
+
+
+def _ends(nodes: list[int]) -> tuple[int, tuple[int, ...]]:
+    first, *others = sorted(nodes)
+    return first, tuple(others)
+
+
+def fastest(instance: Instance) -> tuple[float, list[Any]]:
+    """The least bottleneck of all assignments, and every assignment that has it."""
+    best_s, found = np.inf, []
+    for stages in itertools.product(range(instance.num_stages), repeat=instance.num_nodes):
+        stage_of = np.array(stages)
+        if respects_edges(instance, stage_of):
+            loads = evaluate(instance, stage_of)
+            if loads.fits and loads.bottleneck_s <= best_s * (1 + 1e-12):
+                found = [*(found if loads.bottleneck_s >= best_s * (1 - 1e-12) else []), stage_of]
+                best_s = min(best_s, loads.bottleneck_s)
+    return best_s, found
+
+
+def ask(instance: Instance, target_s: float) -> tuple[Listed | None, Any]:
+    kind = DeviceKind(instance, 0, instance.num_stages)
+    graph = CutGraph(kind, Reach(instance.num_nodes, instance.edges))
+    listed = NearCuts(graph, instance.num_stages, target_s).listed(10**5, Deadline(30.0))
+    sets = None if listed is None else DownSets([kind], listed.member)
+    return listed, None if sets is None else sets.chain_within(target_s, Deadline(30.0))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_cuts_of_all_fastest_assignments_are_listed_and_no_faster_one_is_found(seed: int) -> None:
+    instance = drawn(seed)
+    best_s, assignments = fastest(instance)
+    if not 0 < best_s < np.inf:
+        return
+
+    for target_s in (best_s * (1 + 1e-9), 1.2 * best_s):
+        listed, chain = ask(instance, target_s)
+        assert listed is not None
+        assert listed.are_all
+        assert evaluate(instance, chain.stage_of).bottleneck_s >= best_s * (1 - 1e-12)
+        rows = {row.tobytes() for row in listed.member}
+        for stage_of in assignments:
+            assert all((stage_of < stage).tobytes() in rows for stage in range(1, instance.num_stages))
+    assert evaluate(instance, ask(instance, best_s * (1 + 1e-9))[1].stage_of).bottleneck_s == pytest.approx(
+        best_s
+    )
+    assert ask(instance, best_s * (1 - 1e-6))[1] is None
+
+
+def grid(rows: int, columns: int) -> Workload:
+    """Cells that each read the one above and the one before."""
+    draw = random.Random(0)
+    nodes = [
+        {"id": at, "fpgaLatency": draw.uniform(1, 3), "cpuLatency": 0, "size": 0}
+        for at in range(rows * columns)
+    ]
+    cost = [draw.uniform(0.1, 0.3) for _ in nodes]
+    ends = [(at, at + 1) for at in range(len(nodes)) if (at + 1) % columns]
+    ends += [(at, at + columns) for at in range(len(nodes) - columns)]
+    edges = [{"sourceId": u, "destId": v, "cost": cost[u]} for u, v in ends]
+    data = {"nodes": nodes, "edges": edges, "maxFPGAs": 3, "maxCPUs": 0, "maxSizePerFPGA": 1}
+    return workload_from_json(data, name="grid")
+
+
+def test_a_grid_is_proven_by_its_near_cuts_as_by_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_all = placement.plan_workload(grid(4, 8))
+    assert by_all.gap <= 1e-5
+
+    monkeypatch.setattr(search, "_FIRST_SHARE_OF_WORKLOADS", 0.0)
+    monkeypatch.setattr(placement, "_FEW_DOWN_SETS", 10)
+    monkeypatch.setattr(placement, "_MAX_DOWN_SETS", 10)
+    for step in ("ask_programs", "shuffle"):
+        monkeypatch.setattr(SearchState, step, lambda *_, **__: None)
+    by_near = placement.plan_workload(grid(4, 8))
+
+    assert by_near.gap <= 1e-5
+    assert by_near.objective == pytest.approx(by_all.objective, rel=1e-5)
+    assert by_near.bound <= by_all.objective
