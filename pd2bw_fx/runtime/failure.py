@@ -47,7 +47,8 @@ def name_peer_in_errors(peer: int | None) -> Iterator[None]:
         yield
     except (RuntimeError, EOFError, OSError) as error:
         how = "no longer answers: it ended, or hung for longer than its time limit"
-        raise LinkDownError(peer, f"{how} ({first_line(error)})") from error
+        cause = first_line(error).partition(". This is typically")[0]  # gloo's advice, which is none here
+        raise LinkDownError(peer, f"{how} ({cause})") from error
 
 
 def first_line(error: BaseException) -> str:
