@@ -77,6 +77,9 @@ def test_reasons_and_what_would_do_are_right_for_every_device(
     for num_bytes, name in more:
         assert fits(problem, with_memory(cluster, **{name: limit[name] + int(num_bytes)}))
         assert not fits(problem, with_memory(cluster, **{name: limit[name] + 0.97 * int(num_bytes)}))
+    if "without any of these there is a plan" in message:
+        assert all(fits(problem, with_memory(cluster, **{name: 10**12})) for name in reasons)
+    assert ("whatever the other limits are" in message) == (len(reasons) < len(limit))
     share = float(re.findall(r"All fits with ([\d.]+) times", message)[0])
     assert fits(problem, with_memory(cluster, **{name: share * num for name, num in limit.items()}))
     assert not fits(

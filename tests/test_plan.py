@@ -191,6 +191,7 @@ def test_stage_that_no_longer_fits_is_named_with_its_bytes(plan: Plan) -> None:
     [
         (((0, 1), (2, 3), (4,)), "operator 'op5' is in no stage"),
         (((0, 1), (1, 2, 3), (4, 5)), "operator 'op1' is in stage 0 and in stage 1"),
+        (((0, 1, 1), (2, 3), (4, 5)), "operator 'op1' is twice in stage 0"),
         (((0, 1), (2, 4), (3, 5)), "'b4' in stage 1 reads 'v3', which stage 2 makes"),
         (((0, 1, 2), (), (3, 4, 5)), "stage 1 has no operators"),
         (((0, 1), (2, 3, 9), (4, 5)), "stage 1 lists 'op9', which is no operator of this graph"),

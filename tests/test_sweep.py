@@ -151,3 +151,12 @@ def test_batch_that_no_microbatch_divides_is_refused() -> None:
     cluster = Cluster.uniform(2, memory_bytes=10**6, bytes_per_s=100.0, latency_s=0.0)
     with pytest.raises(InputError, match=r"no microbatch size of \[2\] divides a batch of 7"):
         sweep({2: row(2, num_devices=2)}, cluster, batch_size=7)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"), [((), "num_stages is empty"), ("auto", "num_stages is 'auto'; a sequence")]
+)
+def test_numbers_of_stages_that_are_none_are_refused(numbers: Any, message: str) -> None:
+    cluster = Cluster.uniform(2, memory_bytes=10**6, bytes_per_s=100.0, latency_s=0.0)
+    with pytest.raises(InputError, match=message):
+        sweep({1: row(1, num_devices=2)}, cluster, batch_size=8, num_stages=numbers)

@@ -251,5 +251,5 @@ def _check_pair(cluster: Cluster, pin: Pin, other: Pin) -> None:
         what = f"{names[0]} as {other.name!r} and to {names[1]} as {pin.name!r}"
     else:
         return
-    kept = f"; {', '.join(pin.together)} are kept together" if pin.together else ""
+    kept = f"; {', '.join(dict.fromkeys(pin.together))} are kept together" if pin.together else ""
     raise InputError(f"{pin.block!r} is pinned to {what}{kept}")

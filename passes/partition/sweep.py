@@ -19,6 +19,7 @@ from pd2bw_fx.errors import InfeasibleError, InputError, SolverError
 from pd2bw_fx.plan import update_s
 from pd2bw_fx.problem import Problem
 from pd2bw_fx.sweep import Setting, Sweep, setting_name
+from pd2bw_fx.units import counted
 
 from .choices import Deadline
 from .constrain import capped
@@ -86,8 +87,13 @@ def sweep(
     require_search(0.0, time_limit_s)
     for name, counts in (("num_stages", num_stages or ()), ("num_replicas", num_replicas)):
         require_kind(name, counts, Iterable, "a sequence of numbers")
+        if isinstance(counts, str):
+            raise InputError(f"{name} is {counts!r}; a sequence of numbers was expected")
         for count in counts:
             require_whole_number(f"each of {name}", count)
+    for name, given in (("num_stages", num_stages), ("num_replicas", num_replicas)):
+        if given is not None and not len(given):
+            raise InputError(f"{name} is empty; at least one number was expected")
     for size in problems:
         require_whole_number("each microbatch size", size)
     if not problems:
@@ -157,8 +163,8 @@ def _require_room(
     if least * copies > len(cluster):
         each = f", each on {copies} devices," if copies > 1 else ""
         raise InputError(
-            f"num_stages={(*num_stages,)}: {least} stages{each} need {least * copies} devices, and the "
-            f"cluster has {len(cluster)}; ask for fewer"
+            f"num_stages={(*num_stages,)}: {counted(least, 'stage')}{each} need {least * copies} devices, "
+            f"and the cluster has {len(cluster)}; ask for fewer"
         )
     most = max(len(problem.blocks) for problem in problems.values())
     if least > most:

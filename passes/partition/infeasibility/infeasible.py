@@ -25,6 +25,7 @@ from .shortfall import least_shortfall
 
 _MOST_TIME_S = 20.0  # for the whole explanation
 _MINIMAL = "without any of these there is a plan"
+_ALONE = "whatever the other limits are, and none of these can be left out of the reasons"
 _EXPLAIN_TIME_S = 2.0  # for each question whether some of the reasons alone exclude every assignment
 _PLENTY_BYTES = 10**18  # stands for no limit
 
@@ -163,7 +164,12 @@ def _least_excess(
     tried = "" if orders.are_all else f" ({len(orders)} of more orders of the devices were tried)"
     changes = nearest_changes(request, choices, limited, solver=solver, within=deadline)
     enough = f"With {', or '.join(changes)} it fits. " if changes else ""
-    minimal = "there was no time to see if some are enough" if question.ran_out else _MINIMAL
+    # The limits and pins that are no reasons did not hold while these were asked about.
+    devices, pins = set(request.order or range(len(cluster))), {pin.name for pin in request.pins}
+    are_all = devices == set(limited) and pins == {pin.name for pin in fewest}
+    minimal = _MINIMAL if are_all else _ALONE
+    if question.ran_out:
+        minimal = "there was no time to see if some are enough"
     best = "at best" if nearest.is_least else "in the best of what there was time to look at,"
     return InfeasibleError(
         f"no assignment fits: {best} stage {stage} needs {format_bytes(need[stage])} ({need[stage]:.0f} "
