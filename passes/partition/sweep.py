@@ -85,7 +85,8 @@ def sweep(
     require_whole_number("batch_size", batch_size)
     batch_size = plain(batch_size)
     require_search(0.0, time_limit_s)
-    for name, counts in (("num_stages", num_stages or ()), ("num_replicas", num_replicas)):
+    numbers: dict[str, Any] = {"num_stages": num_stages or (), "num_replicas": num_replicas}
+    for name, counts in numbers.items():
         require_kind(name, counts, Iterable, "a sequence of numbers")
         if isinstance(counts, str):
             raise InputError(f"{name} is {counts!r}; a sequence of numbers was expected")
