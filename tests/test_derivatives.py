@@ -221,3 +221,20 @@ def test_what_is_drawn_and_written_before_a_derivative_is_alike_in_evaluation(dr
     pipe = pd2bw_fx.split(Penalty(), (torch.randn(4, 6), torch.randn(4, 6)), cluster=1, costs="analytic")
     assert pipe.trace_report is not None
     assert pipe.trace_report.evaluation == ""
+
+
+def test_a_distribution_checks_its_values_beside_a_derivative_too() -> None:
+    class Sampled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.energy, self.last = network(6), nn.Linear(6, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            point = x.detach().requires_grad_(True)
+            (force,) = torch.autograd.grad(self.energy(point).sum(), point, create_graph=True)
+            drawn = torch.distributions.Normal(x + force, force.exp()).rsample()
+            return self.last(drawn).square().mean()
+
+    pipe = pd2bw_fx.split(Sampled(), torch.randn(4, 6), cluster=2, costs="analytic")
+
+    assert pipe.verify().exact

@@ -153,6 +153,31 @@ def test_a_map_over_the_batch_leaves_its_size_open() -> None:
     torch.testing.assert_close(pipe.run(x)["output"], model(x))
 
 
+class EnsembleOfSequences(nn.Module):
+    """(batch, 3, 8), multiplied by each member's matrix: torch asks flattened samples for their number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.members = nn.Parameter(torch.randn(2, 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        averaged = torch.vmap(lambda matrix: (h @ matrix).tanh())(self.members).mean(0)
+        result: Tensor = self.last(averaged)
+        return result
+
+
+def test_a_number_of_flattened_samples_is_made_of_the_batch_size() -> None:
+    torch.manual_seed(0)
+    model = EnsembleOfSequences()
+    pipe = pd2bw_fx.split(model, torch.randn(4, 3, 8), cluster=3, num_stages=3, costs="analytic")
+
+    x = torch.randn(7, 3, 8)
+    torch.testing.assert_close(pipe.run(x)["output"], model(x))
+    assert any(re.search(r"3 \* \w+\.shape\[0\]", stage.source) for stage in pipe.stages)
+
+
 def test_a_map_that_fixes_the_batch_is_traced_at_that_size() -> None:
     pipe = pd2bw_fx.split(Mapping(groups), torch.randn(4, 8), cluster=2, costs="analytic")
 

@@ -120,6 +120,12 @@ def size_symbol(graph: OperatorGraph, node: fx.Node) -> int | str | None:
     return None if isinstance(size, str) and _OF_VALUES.search(size) else size
 
 
+def times_size(size: str) -> tuple[str, str] | None:
+    """Returns both factors of "6*batch", the size of a tensor of flattened samples; None for other sizes."""
+    found = re.fullmatch(r"(\d+)\*([A-Za-z_]\w*)", size)
+    return None if found is None else (found[1], found[2])
+
+
 def operands(graph: OperatorGraph, node: fx.Node) -> list[fx.Node]:
     """Lists what a node reads, in order.
 
@@ -246,7 +252,8 @@ def _size_inputs(graph: OperatorGraph, kept: Sequence[fx.Node], received: set[st
     at_hand += [graph.operators[name].outputs[0] for name in received]
     have = {size for spec in at_hand for size in spec.shape or ()}
     added: set[str] = set()
-    for symbol in sorted(wanted - have):
+    missing = wanted - have
+    for symbol in sorted({product[1] if (product := times_size(size)) else size for size in missing} - have):
         if symbol in {size for name in added for size in graph.inputs[name].shape or ()}:
             continue
         added |= {next(name for name, spec in graph.inputs.items() if symbol in (spec.shape or ()))}

@@ -12,8 +12,8 @@ import torch
 from torch import fx, nn
 
 from .body import NO_REGION, Body, Folding, Region
-from .cut import is_size, size_symbol
-from .expression import Scene, Source
+from .cut import is_size, size_symbol, times_size
+from .expression import TIMES, Scene, Source
 from .idioms import normalized
 from .layer_calls import call_arguments
 from .literals import identifier, plain
@@ -298,6 +298,9 @@ class _Draft:
         if symbol in self.body.symbols:
             return Source(identifier(symbol))
         bearers = [node for node in self.names.bound if symbol in self.body.tree.shape(node)]
+        if not bearers and (product := times_size(symbol)) is not None:
+            number, size = product
+            return Source(f"{number} * {self._size(size).text}", TIMES)
         emitted = self.folding.emitted_at(self.position)
         standing = [node for node in bearers if self.folding.last_use(node) >= emitted]
         if not standing:  # its name may be reused by then: write again, with the tensor kept

@@ -19,7 +19,7 @@ from pd2bw_fx.graph import RETURNED_AT, OperatorGraph, ParameterSpec
 from pd2bw_fx.modes import passes_through_in_evaluation
 from pd2bw_fx.program import autocast_of
 
-from .cut import Cut, is_size, size_symbol, spec_of, tensors_read
+from .cut import Cut, is_size, size_symbol, spec_of, tensors_read, times_size
 from .layer_calls import takes_and_gives_what_the_layer_does
 from .layers import has_other_numbers, is_in_evaluation, is_layer, is_sequential
 from .numbers import numbers
@@ -174,7 +174,8 @@ class StageTree:
         reads = self.reads(scope)
         at_hand = {size for value in reads for size in self.shape(value)}
         at_hand |= {DEVICE} if reads or scope is self.root else set()
-        return [symbol for symbol in needed if symbol not in at_hand]
+        multiples = {size for size in needed if (product := times_size(size)) and product[1] in at_hand}
+        return [symbol for symbol in needed if symbol not in at_hand | multiples]
 
     def shape(self, node: fx.Node) -> tuple[int | str, ...]:
         spec = spec_of(self.graph, node)

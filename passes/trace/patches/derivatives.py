@@ -17,6 +17,7 @@ from unittest.mock import patch
 import torch
 from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from pd2bw_fx.errors import Pd2bwError, TraceError
 from pd2bw_fx.passes.trace.source_lines import is_the_authors
@@ -63,8 +64,8 @@ def trace_derivatives() -> Iterator[None]:
         stack.enter_context(patch.object(forward_ad, "enter_dual_level", dual_level))
         try:
             yield
-        except (Pd2bwError, torch._dynamo.exc.UserError):  # a UserError: sizes cannot be open
-            raise
+        except (Pd2bwError, torch._dynamo.exc.UserError, GuardOnDataDependentSymNode):
+            raise  # a UserError: sizes cannot be open; a guard: a condition on values, as everywhere
         except Exception as error:
             if not asked:
                 raise
