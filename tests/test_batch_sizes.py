@@ -194,6 +194,27 @@ def test_an_exported_program_is_trained_as_its_module_is() -> None:
         assert torch.equal(pipe.tensors()[name], tensor)
 
 
+def test_a_size_that_depends_on_values_and_equals_the_batch_is_no_bound_of_it() -> None:
+    class OneMarkEach(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor, classes: Tensor) -> Tensor:
+            scores = self.second(self.first(x))
+            marks = torch.zeros(classes.size(0), 3)
+            marks[torch.arange(classes.size(0)), classes] = 1
+            margins = marks * (0.5 * scores[marks == 1]).unsqueeze(1)
+            return nn.functional.cross_entropy(scores - margins, classes)
+
+    model, classes = OneMarkEach(), torch.randint(3, (4,))
+
+    pipe = pd2bw_fx.split(model, (rows(4), classes), cluster=2, num_stages=2, costs="analytic")
+
+    assert pipe.trace_report is not None
+    assert pipe.trace_report.notes == ()
+
+
 def test_a_range_says_what_it_is() -> None:
     ranges = [ANY_SIZE, SizeRange(1, 5), SizeRange(6), SizeRange(2, 5), SizeRange.only(3)]
 

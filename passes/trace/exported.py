@@ -58,6 +58,7 @@ OF_GAMMAS = (
 )
 
 _SMALLEST = 2  # torch takes sizes of 0 and 1 for constants
+_NO_END = 2**62  # what torch takes for a bound of a size beyond this is where its numbers end
 _RUNNING_PARTS = {
     "cond": "torch.cond",
     "while_loop": "torch.while_loop",
@@ -313,9 +314,8 @@ def batch_sizes(exported: ExportedProgram, batched: Iterable[str], *, multiple_o
     known = exported.range_constraints
     ranges = [known[s.node.expr] for s in symbols if isinstance(s, torch.SymInt) and s.node.expr in known]
     least = max((int(found.lower) for found in ranges), default=1)
-    most = min(
-        (int(found.upper) for found in ranges if not isinstance(found.upper, IntInfinity)), default=None
-    )
+    ends = [int(found.upper) for found in ranges if not isinstance(found.upper, IntInfinity)]
+    most = min((end for end in ends if end < _NO_END), default=None)
     if multiple_of == 1 and least <= _SMALLEST:
         least = 1
     return SizeRange(least, most, multiple_of)
