@@ -230,6 +230,48 @@ def test_only_what_every_good_batch_answers_alike_is_assumed(
     assert _is_check(str(tmp_path / "model.py"), 2) is is_check
 
 
+@pytest.mark.parametrize(
+    ("condition", "is_check"),
+    [
+        ("not no_rows and not no_columns", True),  # pytorch-crf: one is False, the other one a tensor
+        ("not no_columns and not no_rows", True),
+        ("not no_columns and no_rows", False),  # raises for no batch, whatever no_columns is
+        ("not no_columns and not no_columns", False),
+    ],
+)
+def test_an_error_that_plain_values_leave_to_one_tensor_is_a_check(
+    condition: str, is_check: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "model.py").write_text(f"if {condition}:\n    raise ValueError\n")
+
+    known = {"no_rows": False, "no_columns": torch.tensor(True)}
+    assert _is_check(str(tmp_path / "model.py"), 1, known) is is_check
+
+
+class Comparing(Asserting):
+    """Asks by functions of torch that return a Python bool."""
+
+    def forward(self, x: Tensor, again: Tensor) -> Tensor:
+        assert torch.allclose(x, again, atol=1e-5), "not the same"
+        assert not torch.equal(x, x[:, :3])
+        if not x.equal(again):
+            raise ValueError("not quite")
+        return super().forward(x)
+
+
+def test_torch_equal_and_allclose_are_conditions_too() -> None:
+    model, (x,) = model_of(Comparing), inputs()
+
+    pipe = pd2bw_fx.split(model, (x, x.clone()), cluster=2, num_stages=2, costs="analytic")
+
+    assert pipe.verify(model).exact
+    assert "".join(stage.source for stage in pipe.stages).count("torch._assert_async(") == 5
+    (x,) = inputs(7)
+    assert pipe.verify(model, example_args=(x, x.clone())).exact
+    with pytest.raises(RuntimeError, match=r"another way than in the trace, at test_conditions\.py:\d+: if"):
+        pipe.stages[0].module(x, x + 1e-7)
+
+
 def test_the_other_way_is_traced_where_the_example_takes_it() -> None:
     model = model_of(Clamping)
 

@@ -15,12 +15,13 @@ import linecache
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import sympy
 import torch
@@ -52,7 +53,8 @@ class AskedAt:
     model: str  # "modeling_detr.py:643"
     line: str
     is_torchs: bool  # a layer of torch's asks: whether a mask is causal, for example
-    is_check: bool  # an assertion or a condition of an error, in the model or in torch
+    # An assertion or a condition of an error, in the model or in torch; a trace may not see that it is one.
+    is_check: bool = field(compare=False)
 
     def __str__(self) -> str:
         return f"{self.model}: {self.line}"
@@ -105,7 +107,7 @@ class Conditions:
         def converted(tensor: Tensor) -> None:
             self.asks_for_numbers = True
 
-        with _on_truth(record, number), _on_conversion(converted):
+        with _on_truth(record, number), _on_comparison(record), _on_conversion(converted):
             yield
 
     def _note(self, outcome: bool, asking: FrameType) -> None:
@@ -152,6 +154,7 @@ class Conditions:
         if self.are_any:
             with (
                 _on_truth(answer, number),
+                _on_comparison(answer),
                 _on_conversion(constant_number),
                 _on_truth_of_numbers(of_numbers),
             ):
@@ -184,6 +187,33 @@ def _on_truth(answer: Callable[[Tensor, AskedAt], bool], number: Callable[[Tenso
         yield
     finally:
         del Tensor.__bool__, Tensor.item
+
+
+@contextmanager
+def _on_comparison(answer: Callable[[Tensor, AskedAt], bool]) -> Iterator[None]:
+    """Has `answer` decide this thread's `torch.equal` and `torch.allclose`, which ask as `.all()` does."""
+    thread = threading.get_ident()
+    equal, allclose = torch.equal, torch.allclose
+
+    @functools.wraps(equal)
+    def equal_or_not(input: Tensor, other: Tensor) -> bool:  # noqa: A002 (torch's word)
+        if threading.get_ident() != thread or input.dtype != other.dtype:
+            return equal(input, other)  # torch refuses two types in words of its own
+        if input is other or input.shape != other.shape:
+            return input is other
+        return answer((input == other).all(), _asked_at(sys._getframe(1)))
+
+    @functools.wraps(allclose)
+    def close_or_not(input: Tensor, other: Tensor, *args: Any, **kwargs: Any) -> bool:  # noqa: A002
+        if threading.get_ident() != thread:
+            return allclose(input, other, *args, **kwargs)
+        return answer(torch.isclose(input, other, *args, **kwargs).all(), _asked_at(sys._getframe(1)))
+
+    with ExitStack() as places:
+        for holder in (torch, Tensor):
+            places.enter_context(patch.object(holder, "equal", equal_or_not))
+            places.enter_context(patch.object(holder, "allclose", close_or_not))
+        yield
 
 
 @contextmanager
@@ -272,12 +302,15 @@ def _asked_at(asking: FrameType) -> AskedAt:
         model=f"{Path(file).name}:{number}",
         line=linecache.getline(file, number).strip(),
         is_torchs=code.co_filename.startswith(_LAYERS),
-        is_check=_is_check(file, number) or _is_check(code.co_filename, asking.f_lineno),
+        is_check=_is_check(file, number, frame.f_locals)
+        or _is_check(code.co_filename, asking.f_lineno, asking.f_locals),
     )
 
 
-def _is_check(file: str, number: int) -> bool:
+def _is_check(file: str, number: int, known: Mapping[str, Any] | None = None) -> bool:
     """Whether the statement at this line is an assertion, or a condition of nothing but an error.
+
+    `known` are the values of the names there.
 
     A condition of several parts counts only if the good branch asks all of them: `assert a and b`,
     `if a or b: raise`. With `assert a or b`, two batches may go on with different outcomes of the parts.
@@ -291,18 +324,36 @@ def _is_check(file: str, number: int) -> bool:
         raises = isinstance(statement, ast.Assert) or isinstance(statement.body[-1], ast.Raise)
         joint = ast.And if isinstance(statement, ast.Assert) else ast.Or
         parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, joint) else [test]
-        if isinstance(test, ast.BoolOp) and all(_is_without_tensors(part) for part in test.values[:-1]):
+        if isinstance(test, ast.BoolOp) and _one_part_decides(test, known or {}):
             parts = test.values
         inner = (node for part in parts for node in ast.walk(part))
         return raises and not any(isinstance(node, ast.BoolOp | ast.IfExp) for node in inner)
     return False
 
 
-def _is_without_tensors(part: ast.expr) -> bool:
+def _one_part_decides(test: ast.BoolOp, known: Mapping[str, Any]) -> bool:
+    """Whether tensors are in one part alone, and its outcome is that of the whole: no later part differs."""
+    own = next((place for place, part in enumerate(test.values) if not _is_without_tensors(part, known)), -1)
+    goes_on = isinstance(test.op, ast.And)
+    return all(_outcome(part, known) is goes_on for part in test.values[own:][1:])
+
+
+def _is_without_tensors(part: ast.expr, known: Mapping[str, Any]) -> bool:
     """Whether the part has one outcome for every batch: `labels is not None`, `isinstance(x, Tensor)`."""
     if isinstance(part, ast.Compare):
         return all(isinstance(op, ast.Is | ast.IsNot) for op in part.ops)
-    return isinstance(part, ast.Call) and isinstance(part.func, ast.Name) and part.func.id == "isinstance"
+    if isinstance(part, ast.Call):
+        return isinstance(part.func, ast.Name) and part.func.id == "isinstance"
+    return _outcome(part, known) is not None
+
+
+def _outcome(part: ast.expr, known: Mapping[str, Any]) -> bool | None:
+    """Returns the outcome of a name, or of `not name`, whose value is known to be a plain truth value."""
+    if isinstance(part, ast.UnaryOp) and isinstance(part.op, ast.Not):
+        found = _outcome(part.operand, known)
+        return None if found is None else not found
+    value = known.get(part.id) if isinstance(part, ast.Name) else None
+    return value if isinstance(value, bool) else None
 
 
 @functools.lru_cache(maxsize=8)
