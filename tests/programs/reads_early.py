@@ -44,19 +44,21 @@ def main() -> None:
         model = Tied(other=2 if linked == "tied" else 1)
         constraints = pd2bw_fx.Constraints(stage_of={f"layers.{k}": k for k in range(4)})
         batch = (torch.randn(4, 8),)
-    pipe = pd2bw_fx.split(
-        model,
-        batch,
-        cluster=num_ranks,
-        costs="analytic",
-        check=False,
-        method="pb" if linked == "both" else "pipedream",
-        constraints=constraints,
-    )
+    pipe = None
+    if os.environ["RANK"] == "0":
+        pipe = pd2bw_fx.split(
+            model,
+            batch,
+            cluster=num_ranks,
+            costs="analytic",
+            check=False,
+            method="pb" if linked == "both" else "pipedream",
+            constraints=constraints,
+        )
     limit = None if linked == "tied" else 0.1
     refused = {}
     losses = []
-    with pipe.engine(optimizer=SGD, max_gradient_norm=limit) as engine:
+    with pd2bw_fx.Engine.from_pipeline(pipe, optimizer=SGD, max_gradient_norm=limit) as engine:
         for update in range(2 * num_ranks + 1):
             losses.append(engine.step(batch))
             try:

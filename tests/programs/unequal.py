@@ -45,9 +45,13 @@ def batches() -> list[Any]:
     return [*unequal[:2], rows(12), *unequal[2:]]
 
 
-def split(num_stages: int) -> tuple[Rows, pd2bw_fx.Pipeline]:
+def made() -> Rows:
     torch.manual_seed(0)
-    model = Rows().double()
+    return Rows().double()
+
+
+def split(num_stages: int) -> tuple[Rows, pd2bw_fx.Pipeline]:
+    model = made()
     example = torch.randn(3, 8, dtype=torch.float64)
     return model, pd2bw_fx.split(model, example, cluster=num_stages, num_stages=num_stages, costs="analytic")
 
@@ -55,9 +59,11 @@ def split(num_stages: int) -> tuple[Rows, pd2bw_fx.Pipeline]:
 def main() -> None:
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     num_stages = int(sys.argv[2])
-    model, pipe = split(num_stages)
+    model, pipe = split(num_stages) if rank == 0 else (made(), None)
     expected = train_reference(model, batches(), optimizer=sgd, microbatches_per_update=4)
-    with pipe.engine(optimizer=sgd, microbatches_per_update=4, replicas=num_ranks // num_stages) as engine:
+    with pd2bw_fx.Engine.from_pipeline(
+        pipe, optimizer=sgd, microbatches_per_update=4, replicas=num_ranks // num_stages
+    ) as engine:
         losses = [engine.step(batch) for batch in batches()]
         engine.flush()
         weights = engine.state_dict()
