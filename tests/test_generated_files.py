@@ -80,7 +80,7 @@ class TestFiles:
             assert any("for i in range(" in p.source or "in self.blocks[" in p.source for p in programs)
             return sum(program.source.count("\n") for program in programs)
 
-        assert abs(lines(24) - lines(12)) <= 2
+        assert abs(lines(12) - lines(6)) <= 2
 
 
 class TestTheReasonOfACut:

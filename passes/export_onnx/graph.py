@@ -27,7 +27,7 @@ from pd2bw_fx.untraced_operands import NAMESPACE as UNTRACED
 from .assertions import add_checks, take_conditions
 from .origin import WRAPPED_PREFIX, Wrapped, describe_nodes
 from .spelling import TranslatableSpelling
-from .translations import translations_read_once
+from .translations import operators_listed_once, translations_read_once
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -66,6 +66,7 @@ def stage_model(
             _quiet(),
             spelling,
             translations_read_once(),
+            operators_listed_once(),
             keep_contractions_symbolic(),
             leave_other_flags_alone(),
             patch.object(fx.graph, "_format_target", _read_attribute),
