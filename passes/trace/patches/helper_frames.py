@@ -38,11 +38,12 @@ def record_helper_frames() -> Iterator[None]:
             if is_kept and frame.name == "forward":
                 own = os.path.dirname(frame.filename) if is_the_authors(frame.filename) else None
                 package = None if own is None else _package(own)
-            folder = os.path.dirname(frame.filename)
-            # Functions elsewhere in the package that come before another forward only wrap it.
-            is_theirs = is_the_authors(frame.filename) and _package(folder) == package
-            is_last = own is not None and at > forwards[-1] and is_theirs
-            is_beside = own is not None and (folder == own or is_last)
+            is_beside = False
+            if own is not None:
+                folder = os.path.dirname(frame.filename)
+                # Functions elsewhere in the package that come before another forward only wrap it.
+                is_theirs = is_the_authors(frame.filename) and _package(folder) == package
+                is_beside = folder == own or (at > forwards[-1] and is_theirs)
             is_of_attention = frame.name in _OF_ATTENTION and frame.filename == F.__file__
             if is_kept or is_of_attention or (is_beside and not frame.name.startswith("<")):
                 found.append(frame)
