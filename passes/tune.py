@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pd2bw_fx.arguments import plain, require_choice, require_kind, require_whole_number
+from pd2bw_fx.arguments import plain, require_choice, require_kind, require_search, require_whole_number
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.containers import look_into_dataclasses
@@ -62,6 +62,7 @@ def tune(
     Raises what `split` raises, and InputError where no size divides the batch into enough microbatches.
     """
     require_choice("method", method, *METHODS)
+    require_search(max_gap, time_limit_s)
     chosen = Cluster.of(cluster)
     args, kwargs = _inputs(model, example_args, example_kwargs)
     given = _batch_size((args, kwargs))

@@ -62,8 +62,8 @@ class Pipeline:
     """A model split into stages. Print it to see the plan; `stages[i].source` is the code of one stage.
 
     Its attributes are `graph`, `costs`, `cluster`, `plan`, `schedule`, `stages`, `programs` and
-    `trace_report` (None for a pipeline that was loaded). Only the weights ever change: training replaces
-    them, and `state_dict()` returns them under the original model's names.
+    `trace_report` (None for a pipeline that was not made of a traced model). Only the weights ever change:
+    training replaces them, and `state_dict()` returns them under the original model's names.
     """
 
     def __init__(

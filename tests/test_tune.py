@@ -107,3 +107,14 @@ def test_sizes_that_make_no_sense_are_refused(arguments: dict[str, object], mess
 def test_without_inputs_there_is_nothing_to_size() -> None:
     with pytest.raises(InputError, match="pass example_args"):
         pd2bw_fx.tune(nn.Linear(3, 3), batch_size=8)
+
+
+class NeverRun(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("traced before the options of the search were looked at")
+
+
+@pytest.mark.parametrize("wrong", [{"max_gap": 2.0}, {"time_limit_s": 0}])
+def test_options_of_the_search_are_looked_at_before_the_model(wrong: dict[str, float]) -> None:
+    with pytest.raises(InputError, match=next(iter(wrong))):
+        pd2bw_fx.tune(NeverRun(), torch.randn(4, 3), batch_size=8, **wrong)  # type: ignore[arg-type]
