@@ -186,15 +186,15 @@ def recurrent(seed: int = 7) -> Drawn:
     return drawn
 
 
-def layered(seed: int = 8) -> Drawn:
-    """Rows of one to four operators. Each reads one or two of the row before, now and then one further back;
-    what nothing has read is read by the next row's first."""
+def layered(seed: int = 8, *, narrowest: int = 1, widest: int = 4, num_nodes: int = 2000) -> Drawn:
+    """Rows of one to four operators, or of other widths. Each reads one or two of the row before, now and
+    then one further back; what nothing has read is read by the next row's first."""
     drawn = Drawn(seed)
     rows = [[drawn.add()]]
-    while len(drawn.blocks) < 2000:
+    while len(drawn.blocks) < num_nodes:
         before = rows[-1]
         row = []
-        for _ in range(drawn.draw.randint(1, 4)):
+        for _ in range(drawn.draw.randint(narrowest, widest)):
             reads = drawn.draw.sample(before, min(len(before), drawn.draw.randint(1, 2)))
             if drawn.draw.random() < 0.1:
                 reads.append(drawn.draw.choice(rows[-min(len(rows), drawn.draw.randint(2, 10))]))
@@ -205,6 +205,11 @@ def layered(seed: int = 8) -> Drawn:
     return drawn
 
 
+def wide(seed: int = 1) -> Drawn:
+    """Rows of four to eight operators: far more down-sets than can be listed."""
+    return layered(seed, narrowest=4, widest=8, num_nodes=300)
+
+
 BRANCHY = {"two towers": two_towers, "cells": cells, "u-net": u_net, "encoder-decoder": encoder_decoder}
 MORE = {
     "inception": inception,
@@ -212,4 +217,5 @@ MORE = {
     "mixture of experts": mixture,
     "recurrent": recurrent,
     "layered": layered,
+    "wide": wide,
 }

@@ -26,6 +26,8 @@ from pd2bw_fx.passes.solver import LinearProgram
 
 from .downsets import OutOfTime
 
+_MORE_PARTIAL = 10  # times as many partial closures as whole ones, most of which turn out too dear
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Limit:
@@ -97,9 +99,9 @@ class Closures:
     ) -> tuple[Flags, bool]:
         """Returns closures (closures, nodes) that keep to all limits, and whether these are all of them.
 
-        Nodes are taken or left one after another. Where that makes more than `most` partial closures, none
-        is returned, or with `or_the_best` those are continued that cost least beyond the first potential.
-        Raises OutOfTime.
+        Nodes are taken or left one after another. With `or_the_best` at most `most` partial closures are
+        continued, those that cost least beyond the first potential. Without it none is returned where there
+        are more than `most`, or far more partial ones on the way. Raises OutOfTime.
         """
         taken = np.zeros((self._num_nodes, 1), dtype=bool)
         beyond = np.zeros((len(potentials), 1))
@@ -117,7 +119,8 @@ class Closures:
             leaving = np.array([each.left[node] + each.crossed[arcs] @ before for each in potentials])
             grown = np.concatenate((beyond[:, with_it] + taking, (beyond + leaving)[:, without]), axis=1)
             kept = np.flatnonzero((grown <= rooms).all(axis=0))
-            if len(kept) > most:
+            is_last = node == self._num_nodes - 1
+            if len(kept) > most * (1 if or_the_best or is_last else _MORE_PARTIAL):
                 are_all = False
                 if not or_the_best:
                     return np.zeros((0, self._num_nodes), dtype=bool), False

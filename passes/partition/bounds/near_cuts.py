@@ -32,8 +32,8 @@ from .closures import Closures, Limit
 from .cut_graph import CutGraph
 
 _SLACK = 1e-9  # of the limits: rounding never excludes what fits exactly
-_ROUNDS = 6
-_WORTHWHILE = 0.9  # of the open nodes: a round that leaves more of them is the last
+_ROUNDS = 12
+_WORTHWHILE = 0.02  # a round that raises costs by less, and settles less of the open nodes, is the last
 
 
 def applies_to(instance: Instance) -> bool:
@@ -133,13 +133,16 @@ class NearCuts:
 
     def _try_nodes(self, deadline: Any) -> None:
         for _ in range(_ROUNDS):
-            num_open = int((self._can & ~self._must).sum())
+            num_open, least_s = int((self._can & ~self._must).sum()), float(self._least_s.sum())
             charges = _Charges(self._graph, self._k, self._target_s, self._can, self._must)
             for j in range(1, self._k):
                 if not self._is_refuted:
                     self._try_nodes_of(j, charges, deadline)
             self._close()
-            if self._is_refuted or (self._can & ~self._must).sum() > _WORTHWHILE * num_open:
+            if self._is_refuted:
+                return
+            is_settling = (self._can & ~self._must).sum() < (1 - _WORTHWHILE) * num_open
+            if not is_settling and self._least_s.sum() < (1 + _WORTHWHILE) * least_s:
                 return
 
     def _try_nodes_of(self, j: int, charges: _Charges, deadline: Any) -> None:

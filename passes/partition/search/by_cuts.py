@@ -23,9 +23,10 @@ from .search_state import SearchState
 
 _RADII = (0.1, 0.2, 0.4, 0.8)  # of the incumbent's slowest stage
 _GAINS = (0.01, 0.001)  # of the incumbent: what is asked for first
-_FEW_NEAR = 1500  # cuts of one place near the incumbent
-_FIRST, _MORE = 4000, 4  # cuts of one place that are listed first, and so many times more when all is unknown
-_MAX_CELLS = 100_000_000  # cuts of all places times nodes
+_FEW_NEAR = 1500  # cuts of one place near the incumbent, at first
+_FIRST = 4000  # cuts of one place that are listed for a bound, at first
+_MORE = 4  # times as many for the next bound, when nothing more becomes known
+_MAX_CELLS = 200_000_000  # cuts of all places times nodes
 _NEARLY = 4  # times the gap to prove: where so little is left, the least improvement is asked for
 _SETTLED = 0.05  # of the gap: bisection ends where so much of it is between known and unknown
 
@@ -50,33 +51,40 @@ class _Questions:
         instance = within_reach(state.choices[0], float(state.bottleneck_s))
         self._kind = DeviceKind(instance, 0, instance.num_stages)
         self._graph = CutGraph(self._kind, state.reach)
-        self._most = _MAX_CELLS // (instance.num_stages * max(instance.num_nodes, 1))
+        self._few = _FEW_NEAR
+        self._most = _MAX_CELLS // (instance.num_stages * max(instance.num_nodes, len(instance.nets), 1))
 
     def improve(self, gap: float) -> None:
         """Looks for better plans near the incumbent, until there is none that the few cuts listed make."""
         state = self._state
-        for gain in (*_GAINS, gap):
+        for gain in (*(_GAINS if self._few == _FEW_NEAR else ()), gap):
             at = 0
             while at < len(_RADII) and not state.is_proven(gap):
-                answer = self._ask(self._slightly_less(gain), _FEW_NEAR, radius=_RADII[at])
+                answer = self._ask(self._slightly_less(gain), self._few, radius=_RADII[at])
                 at = 0 if self._is_gained(answer) else at + 1
 
     def prove(self, gap: float) -> None:
         """Asks at targets from the bound up, until the gap is proven or too many cuts would be listed."""
-        state, most, unknown_s = self._state, _FIRST, np.inf
+        state, most, unknown_s, step_s = self._state, _FIRST, np.inf, np.inf
         while not state.is_proven(gap):
             bound_s, best_s = state.bound_s(), float(state.bottleneck_s)
             if unknown_s - bound_s < _SETTLED * (best_s - bound_s):
                 if most >= self._most:
                     return
+                # Targets not much farther from the bound than the last that was unknown are asked first.
+                step_s = _MORE * (unknown_s - bound_s)
                 most, unknown_s = most * _MORE, np.inf
+                self._few = min(self._few * 2, self._most)
+                self.improve(gap)
+                continue
             slightly_less_s = self._slightly_less(gap)
-            target_s = min((bound_s + min(unknown_s, best_s)) / 2, slightly_less_s)
+            target_s = min((bound_s + min(unknown_s, best_s)) / 2, bound_s + step_s, slightly_less_s)
             if unknown_s == np.inf and best_s - bound_s < _NEARLY * gap * best_s:
                 target_s = slightly_less_s
             answer = self._ask(target_s, min(most, self._most))
             if answer.status is Status.INFEASIBLE:
                 state.refute(target_s)
+                step_s *= 2
             elif self._is_gained(answer):
                 self.improve(gap)
             else:
