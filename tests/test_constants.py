@@ -145,3 +145,36 @@ def test_int_of_a_whole_number_is_what_item_gives() -> None:
     assert pipe.trace_report is not None
     assert pipe.trace_report.tracer == "export"
     assert pipe.verify(example={"x": torch.randn(4, 7, 4), "lengths": torch.tensor([1, 3, 2, 2])}).exact
+
+
+class Framed(nn.Module):
+    """Keeps numbers of its convolution as EnCodec does, beside a count of its calls and a saved number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(3, 3, 4, 2)
+        self.register_buffer("calls", torch.tensor(0), persistent=False)
+        self.register_buffer("stride", torch.tensor(2), persistent=False)
+        self.register_buffer("saved", torch.tensor(3))
+        self.register_buffer("overlap", torch.tensor(4) - self.stride, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        frames = torch.ceil((x.shape[-1] - self.overlap) / self.stride).to(torch.int64)
+        missing = frames * self.stride + self.overlap - x.shape[-1]
+        if missing > 0:
+            x = nn.functional.pad(x, (0, missing))
+        return (self.conv(x) * self.calls + self.saved).square().mean()
+
+
+def test_a_number_in_a_buffer_that_nothing_changes_is_constant() -> None:
+    model = Framed()
+    pipe = pd2bw_fx.split(model, torch.randn(4, 3, 9), cluster=1, costs="analytic", check="full")
+
+    assert pipe.trace_report is not None
+    assert pipe.trace_report.tracer == "export"
+    assert "F.pad(x, (0, 1))" in pipe.stages[0].source
+    assert [name for name, _ in model.named_buffers()] == ["calls", "stride", "saved", "overlap"]
+    assert model.calls == 0
+    assert "self.calls.add_(1)" in pipe.stages[0].source
+    assert "* self.calls.clone() + self.saved)" in pipe.stages[0].source

@@ -15,6 +15,7 @@ needs them.
     custom_functions      keep custom autograd functions whole (with `joint_graph`, `function_constants`)
     derivatives           trace what a forward differentiates, and name the line if that fails
     detached_data         read `tensor.data` as `tensor.detach()`
+    fixed_buffers         take whole numbers that a layer keeps in buffers for the constants that they are
     function_transforms   trace transforms of torch.func by autograd
     helper_frames         keep the lines of functions that a forward calls
     module_moves          skip `module.to(..)` where it changes nothing

@@ -18,6 +18,7 @@ from .batch_rules import use_batch_rules_for_any_size
 from .constants import fold_constants
 from .custom_functions import keep_custom_functions
 from .derivatives import trace_derivatives
+from .fixed_buffers import take_fixed_buffers_for_constants
 from .helper_frames import record_helper_frames
 from .module_moves import skip_no_op_moves
 from .named_values import record_value_names
@@ -44,6 +45,7 @@ def while_tracing(program: Program) -> Iterator[None]:
         record_helper_frames(),
         skip_value_checks(),
         use_batch_rules_for_any_size(),
+        take_fixed_buffers_for_constants(program),
         fold_constants(),
         record_value_names(),
         select_by_index(),
