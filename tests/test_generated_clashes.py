@@ -177,4 +177,4 @@ def test_a_function_called_as_an_imported_class_and_an_input_called_as_the_stage
     source = _tried_out(Doubled(), tmp_path, torch.randn(2, 4))
 
     assert "class OrderedDict(" not in source
-    assert "    DoubledStage0_2 = torch.rand((2, 4))" in source
+    assert "    DoubledStage0_2 = torch.rand(2, 4)" in source

@@ -55,7 +55,7 @@ class Projection(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.view(-1, self.size) @ self.weight  # (5*batch, nf)
-        return self.drop(y.view(x.shape[0], -1, self.nf)).tanh()
+        return torch.tanh(self.drop(y.view(x.shape[0], -1, self.nf)))
 '''
 
 

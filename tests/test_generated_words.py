@@ -91,8 +91,8 @@ def _partly_doubled(x: Tensor, hidden: Tensor) -> Tensor:
         (lambda x, h: torch.linalg.vector_norm(h, dim=-1), "torch.linalg.vector_norm({}, dim=-1)"),
         (lambda x, h: torch.special.i0e(h), "torch.special.i0e({})"),
         (lambda x, h: F.normalize(h) @ F.normalize(h, dim=-1), "F.normalize({0}) @ F.normalize({0}, dim=-1)"),
-        (lambda x, h: F.normalize(h, 1, (2, 3), 1e-6), "F.normalize({}, p=1, dim=(2, 3), eps=1e-06)"),
-        (lambda x, h: h / h.norm(dim=1, keepdim=True).clamp_min(1e-9).expand_as(x), ".clamp_min(1e-09)"),
+        (lambda x, h: F.normalize(h, 1, (2, 3), 1e-6), "F.normalize({}, p=1, dim=(2, 3), eps=1e-6)"),
+        (lambda x, h: h / h.norm(dim=1, keepdim=True).clamp_min(1e-9).expand_as(x), ".clamp_min(1e-9)"),
         (lambda x, h: h.mT - h.mH, "{0}.mT - {0}.mH"),
         (
             lambda x, h: torch.tensordot(h, h, dims=([1, 2], [1, 2])),
@@ -108,7 +108,7 @@ def _partly_doubled(x: Tensor, hidden: Tensor) -> Tensor:
         ),
         (
             lambda x, h: F.poisson_nll_loss(h, x.relu(), reduction="sum"),
-            'log_input=True, full=False, eps=1e-08, reduction="sum"',
+            'log_input=True, full=False, eps=1e-8, reduction="sum"',
         ),
         (lambda x, h: F.softplus(h, threshold=1), "F.softplus({}, threshold=1)"),
         (lambda x, h: F.hardtanh(h, -1, 0.5), "F.hardtanh({}, max_val=0.5)"),
@@ -117,9 +117,9 @@ def _partly_doubled(x: Tensor, hidden: Tensor) -> Tensor:
         (_partly_doubled, " = torch.ops.aten.index_put.default("),
         (
             lambda x, h: F.batch_norm(h, None, None, training=True).sin(),
-            "F.batch_norm({}, None, None, None, None, True, 0.1, 1e-05)",
+            "F.batch_norm({}, None, None, None, None, True, 0.1, 1e-5)",
         ),
-        (lambda x, h: h * x.new_empty(6).exponential_(2.0), "x.new_empty((6,)).exponential_(lambd=2.0)"),
+        (lambda x, h: h * x.new_empty(6).exponential_(2.0), "x.new_empty(6).exponential_(lambd=2.0)"),
     ],
 )  # fmt: skip
 def test_the_public_word_with_its_own_arguments(function: _Function, line: str) -> None:
@@ -277,7 +277,7 @@ def test_a_tensor_of_one_number_is_made_where_it_is_read() -> None:
         programs = generate(case.graph, plan)
         text = "".join(program.source for program in programs)
         assert compared(case, plan, programs).exact
-        assert "most = torch.full((), 100.0, device=scale.device).log()" in text
+        assert "most = torch.log(torch.full((), 100.0, device=scale.device))" in text
         for place, number in enumerate(("0.5", "1.5")):
             assert f"self.scaled[{place}](torch.full((), {number}, device=" in text
         assert "torch.full((1, 1), 0.1, dtype=torch.float64, device=" in text
@@ -332,3 +332,35 @@ def test_a_tensor_of_a_few_numbers_has_them_in_the_code(tmp_path: Path) -> None:
         assert ", torch.tensor([0.485, 0.456]))" in text
         assert "torch.empty(17)" in text
     assert "Block(2.0), Block(4.0)" in generate(case.graph, planned(case, 1))[0].source
+
+
+class _Worded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.deviation = nn.Linear(8, 4), nn.Linear(8, 4)
+        self.rate = 0.3
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, deviation = self.mean(x), self.deviation(x)
+        drawn = mean + torch.exp(0.5 * deviation)
+        drawn = self.rate * torch.tanh(drawn) + drawn[:, None].sum(1).clamp(min=-3.0)
+        drawn = torch.min(drawn**2 * 2, self.rate * deviation).float()
+        return -0.5 * torch.sum(1 + deviation - mean.pow(2), dim=1).mean() + (drawn - 1).mean()
+
+
+def test_an_operator_is_worded_as_its_author_words_it() -> None:
+    torch.manual_seed(0)
+    case = case_of(_Worded().double(), (torch.randn(3, 8, dtype=torch.float64),))
+
+    plan = planned(case, 1)
+    (program,) = generate(case.graph, plan)
+
+    assert compared(case, plan, [program]).exact
+    lines = [line.strip().partition("  # ")[0] for line in program.source.splitlines()]
+    for line in (
+        "drawn = mean + torch.exp(0.5 * deviation)",
+        "drawn = 0.3 * torch.tanh(drawn) + drawn[:, None].sum(1).clamp(min=-3.0)",
+        "drawn = torch.min(drawn**2 * 2, 0.3 * deviation).float()",
+        "return -0.5 * torch.sum(1 + deviation - mean.pow(2), dim=1).mean() + (drawn - 1).mean()",
+    ):
+        assert line in lines, program.source

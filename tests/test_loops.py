@@ -386,3 +386,32 @@ def test_a_counter_has_the_authors_name_only_if_it_counts_the_same_numbers() -> 
 
     assert "for i in range(2, 4):" in source
     assert "for k in" not in source
+
+
+class Experts(nn.Module):
+    """Both sums begin with 0, the first share is a slice from the start, and a list fits in a line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(8, size) for size in (8, 6, 4))
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.gate = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.gate(x).softmax(-1)
+        mixed, penalty = 0, 0.0
+        for number, expert in enumerate(self.experts):
+            y = expert(x)
+            mixed = mixed + shares[:, number : number + 1] * y
+            penalty += y.square().mean()
+        parts = [head(mixed).sum(-1) for head in self.heads]
+        return torch.stack(parts, dim=1).mean() + 0.1 * penalty
+
+
+def test_a_sum_from_zero_and_a_slice_from_the_start_are_in_the_loop_and_a_list_is_in_one_line() -> None:
+    source = _source(Experts(), torch.randn(3, 8))
+    assert "mixed = 0\n        penalty = 0.0\n        for number in range(3):" in source
+    inside = _inside(source, "for number in range(3):")
+    assert "mixed = mixed + shares[:, number : number + 1] * y" in inside
+    assert "penalty = penalty + y.square().mean()" in inside
+    assert "parts = [head(mixed).sum(-1) for head in self.heads]" in source

@@ -4,13 +4,15 @@ What a stage consists of, and the tree of module calls that its operators belong
 
     cut.py             the operators, inputs and outputs of each stage
     scopes.py          the module tree, lifted back from the flat program
+    calls.py           what is known of a program's calls as they are
     stage_tree.py      what each call of a stage reads and returns, and what holds which parameter
     unread_results.py  results that nobody reads, where other calls of the same kind return them
 
 A forward, method by method:
 
     method.py          the statements of one forward
-    body.py            the items of its body, and which are written inside another's expression
+    body.py            the items of its body
+    folding.py         which of them are written inside another's expression
     layer_calls.py     what the calls of torch.nn layers are given and return
     naming.py          what values are called, after the author's source
     local_names.py     the names of one body's values, and how long each is taken
@@ -22,6 +24,7 @@ A forward, method by method:
 An operator as source:
 
     spell.py           an operator in torch's public words
+    wording.py         how the author's statement words it: 0.5 * x, torch.exp(x), x**2
     words.py           operators with a spelling of their own: x[:, 0], -x, x.mT
     functions.py       operators that are functions with other arguments: F.cross_entropy
     spatial.py         convolutions, pooling and resampling as functions: F.max_pool2d

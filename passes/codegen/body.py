@@ -1,10 +1,9 @@
-"""The items of a method's body, and which of them are written inside a longer expression."""
+"""The items of a method's body, and what is known of each."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,9 +13,7 @@ from pd2bw_fx.program import autocast_of
 
 from .cut import is_size, tensors_read
 from .idioms import normalizations
-from .layer_calls import call_arguments
 from .layers import LAYERS_GIVING_TUPLES
-from .limits import is_asked_for_a_limit
 from .naming import (
     is_final,
     is_one_of_several,
@@ -24,14 +21,15 @@ from .naming import (
     name_of_filled,
     operator_name,
     outer_name,
-    place_in_mask,
 )
 from .scopes import Line, Scope, line_at
-from .stage_tree import StageTree, occurrences
-from .statements import appended_list, makes_one_by_one, names_of_what_it_makes, returns_a_list
+from .stage_tree import StageTree
+from .statements import (
+    makes_one_by_one,
+    names_of_what_it_makes,
+)
 
 _ROUNDS = 3  # an item repeated this often on one line belongs to a loop
-_MOST_FOLDED = 40  # items in one statement; it is too long for a line long before that
 # no_grad, autocast, and a number that tells adjacent autocast regions with equal settings apart.
 Region = tuple[object, Any, int]
 NO_REGION: Region = (None, None, 0)
@@ -49,6 +47,7 @@ class Body:
         self.symbols = tree.symbols(scope)
         self.gives = tree.gives(scope)
         self.normalized: dict[fx.Node, list[fx.Node]] = {}  # last operator -> all of them
+        self._author_names: dict[tuple[int, fx.Node], str | None] = {}
         self.items = self._items()
         self._operands = {id(item): self._read_by(item) for item in self.items}
         self._read = {operand for operands in self._operands.values() for operand in operands}
@@ -178,6 +177,12 @@ class Body:
 
     def author_name(self, item: fx.Node | Scope, result: fx.Node) -> str | None:
         """Returns the author's name for an item's result; None where the statement is not for this result."""
+        key = id(item), result
+        if key not in self._author_names:
+            self._author_names[key] = self._author_name(item, result)
+        return self._author_names[key]
+
+    def _author_name(self, item: fx.Node | Scope, result: fx.Node) -> str | None:
         line = self.line(item)
         names = line.assigned if line is not None else ()
         if left_otherwise(self.tree, result, self.scope.depth):
@@ -251,149 +256,6 @@ def _takes_element(node: fx.Node) -> bool:
 
 def _is_tensor(node: fx.Node) -> bool:
     return node.op == "placeholder" or not isinstance(node.meta.get("val"), list | tuple)
-
-
-class Folding:
-    """Decides which results are written inside their only reader's expression.
-
-    Results in `kept` are not. `size_readers` maps arguments to the places of the items that read their sizes.
-    """
-
-    def __init__(self, body: Body, kept: set[fx.Node], size_readers: dict[fx.Node, set[int]]) -> None:
-        self.body = body
-        self.items = body.items
-        self.end = len(self.items)
-        self.kept = kept
-        self.results = [body.results(item) for item in self.items]
-        self.ordered = [body.is_ordered(item) for item in self.items]
-        self.maker = {result: index for index, made in enumerate(self.results) for result in made}
-        self.users = self._users(size_readers)
-        self.folded: set[fx.Node] = set()
-        self._fold()
-
-    def is_folded(self, index: int) -> bool:
-        """Whether the item at this place has no statement of its own."""
-        results = self.results[index]
-        return len(results) == 1 and results[0] in self.folded
-
-    def emitted_at(self, index: int) -> int:
-        """Returns the place where an item is really written: that of the statement that it is folded into."""
-        while index < self.end and self.is_folded(index):
-            index = self.users[self.results[index][0]][0]
-        return index
-
-    def is_pure(self, index: int) -> bool:
-        """Whether the statement at this place is pure, with all that is folded into it."""
-        inside = (at for at in range(min(index + 1, self.end)) if at == index or self.is_folded(at))
-        return all(self.body.is_pure(self.items[at]) for at in inside if self.emitted_at(at) == index)
-
-    def is_pending(self, index: int) -> bool:
-        """Whether an item before this place is written after it."""
-        return any(self.emitted_at(at) > index for at in range(index) if self.is_folded(at))
-
-    def last_use(self, node: fx.Node) -> int:
-        return max((self.emitted_at(index) for index in self.users.get(node, [])), default=-1)
-
-    def _users(self, size_readers: dict[fx.Node, set[int]]) -> dict[fx.Node, list[int]]:
-        users: dict[fx.Node, list[int]] = {}
-        for index, item in enumerate(self.items):
-            for operand in self.body.operands_of(item):
-                given = call_arguments(self.body.tree, item) if isinstance(item, Scope) else item.args
-                times = occurrences((given, {} if isinstance(item, Scope) else dict(item.kwargs)), operand)
-                users.setdefault(operand, []).extend([index] * max(times, 1))
-        for node in self.body.gives:
-            users.setdefault(node, []).append(self.end)
-        for node, readers in size_readers.items():
-            users.setdefault(node, []).extend(readers)
-        return users
-
-    def _fold(self) -> None:
-        """Chooses the results that are written in their reader's expression; the order of computation stays.
-
-        Autograd adds up gradients in the reverse order of the computations, and random numbers are drawn in
-        order. Another order would be correct, but not bit for bit the same.
-        """
-        sizes: Counter[int] = Counter()  # statement -> number of items folded into it
-        for index in reversed(range(self.end)):
-            results = self.results[index]
-            # Values between the members of a chain keep their own lines, so that equal lines become a loop.
-            if len(results) != 1 or self.body.tree.is_link(self.body.scope, results[0]):
-                continue
-            if self._may_fold(index, self.items[index], results[0]):
-                statement = self.emitted_at(self.users[results[0]][0])
-                if sizes[statement] == _MOST_FOLDED:
-                    continue
-                self.folded.add(results[0])
-                if self._is_in_order(index):
-                    sizes[statement] += 1
-                else:
-                    self.folded.remove(results[0])
-
-    def _is_in_order(self, index: int) -> bool:
-        """Whether the order of computation holds with the item at `index` folded, if it held before.
-
-        Items evaluated before that item, or after the statement that it is now part of, keep their order.
-        """
-        statements = range(index, self.emitted_at(index) + 1)
-        evaluated = [at for at in self._evaluated(statements) if self.ordered[at]]
-        return evaluated == sorted(evaluated)
-
-    def _evaluated(self, statements: range) -> Iterator[int]:
-        """Yields the items of these statements as Python evaluates them; the place `end` is the return's."""
-        for index in statements:
-            if index == self.end:
-                for node in self.body.gives:
-                    if node in self.folded:
-                        yield from self._evaluated_within(self.maker[node])
-            elif not self.is_folded(index):
-                yield from self._evaluated_within(index)
-
-    def _evaluated_within(self, index: int) -> Iterator[int]:
-        item = self.items[index]
-        inner = [node for node in self.body.operands_of(item) if node in self.folded]
-        if not isinstance(item, Scope) and operator_name(item) == "rsub":
-            inner.reverse()  # written as other - self
-        for node in inner:
-            yield from self._evaluated_within(self.maker[node])
-        yield index
-
-    def _may_fold(self, index: int, item: fx.Node | Scope, result: fx.Node) -> bool:
-        users = self.users.get(result, [])
-        if len(users) != 1 or result in self.kept or self.body.author_name(item, result):
-            return False
-        if self.body.elements(item) is not None:
-            return False
-        if self.body.is_element(item) or self.body.is_recurrent(item):
-            return False
-        reader = users[0]
-        if reader == self.end:
-            return is_second_name(item) or (len(self.body.gives) == 1 and index == self.end - 1)
-        if isinstance(item, Scope) and item.function is not None:
-            return False
-        reading = self.items[reader]
-        if self._is_of_a_loop(item, reading):
-            return False
-        if not isinstance(reading, Scope) and is_asked_for_a_limit(result, reading):
-            return False
-        if self._is_place(item) and not self._is_place(reading):
-            return False  # the rows and columns of a mask are worth a name
-        return self.body.region(item) == self.body.region(reading)
-
-    def _is_of_a_loop(self, item: fx.Node | Scope, reading: fx.Node | Scope) -> bool:
-        """Whether folding the item would make the lines of a loop's rounds differ.
-
-        It would for a value that each round puts into a list, and for one that goes into the first of several
-        rounds.
-        """
-        line = self.body.line(item)
-        if line is None or line == self.body.line(reading):
-            return False
-        if self.body.is_of_rounds(item):
-            return appended_list(line.code) is not None or returns_a_list(line.code)
-        return isinstance(reading, Scope) and self.body.is_of_rounds(reading)
-
-    def _is_place(self, item: fx.Node | Scope) -> bool:
-        return not isinstance(item, Scope) and item.op == "call_function" and place_in_mask(item) is not None
 
 
 def is_second_name(item: fx.Node | Scope) -> bool:

@@ -16,8 +16,7 @@ from pd2bw_fx.names import free_name
 from .attributes import Attributes
 from .layout import laid_out, signature_lines, written
 from .literals import STRING, identifier, is_plain_name, literal
-from .loops.members import rolled
-from .loops.rolling import in_rounds
+from .loops.rolled_up import rolled_up
 from .method import Method, Statement
 from .template import ClassOf, Leaf, Template, leaves, outline, spelled
 
@@ -244,7 +243,7 @@ class _Writer:
             body = [
                 _common([body[line] for body in bodies], words, family) for line in range(len(method.body))
             ]
-            entries = in_rounds(rolled(body, first.attributes), first.attributes)
+            entries = rolled_up(body, first.attributes)
             lines += written(entries, first.attributes, 8)
         paths = [draft.path for draft in family.members]
         return ClassText(family.name, first.attributes.base, tuple(lines), paths, first.whole, first.origin)

@@ -19,6 +19,8 @@ from .layout import WIDTH, laid_out
 from .literals import MAIN, plain
 from .write import StageWriter, docstring
 
+_MOST_NAMED = 4  # what a stage gives; more is gone through in a loop
+
 
 def document(
     graph: OperatorGraph,
@@ -170,9 +172,7 @@ def _main(
     `has_whole_numbers` says whether some parameters are integers or booleans. No normal distribution has such
     values, and as indices, any but 0 may be out of range.
     """
-    # A backward needs a real number.
-    size = ".abs()" if any(port.spec.dtype.is_complex for port in outputs) else ""
-    stage = free_name("stage", {port.name for port in inputs})
+    stage = free_name("stage", {port.name for port in (*inputs, *outputs)})
     fill = ["        nn.init.normal_(parameter, std=0.02)"]
     if has_whole_numbers:
         fill = [
@@ -194,21 +194,37 @@ def _main(
     arguments = [free_name(port.name, taken) if port.name == root_name else port.name for port in inputs]
     for name, port in zip(arguments, inputs, strict=True):
         lines += laid_out(f"{name} = {_random(port.spec)}", 4)
-    lines += laid_out(f"returned = {stage}({', '.join(arguments)})", 4)
-    lines += [
-        "    results = returned if isinstance(returned, tuple) else (returned,)",
-        "    for result in results:",
-        "        if result.requires_grad:",
-        f"            result{size}.sum().backward(retain_graph=True)",
-        "    for result in results:",
-        "        print(tuple(result.shape), result.dtype)",
-    ]
+    lines += _run(f"{stage}({', '.join(arguments)})", outputs, taken={stage, root_name})
     return ["\n".join(lines), f'if __name__ == "__main__":\n    {MAIN}()']
 
 
+def _run(call: str, outputs: Sequence[Port], taken: set[str]) -> Iterator[str]:
+    """Yields the lines that run a stage forward and backward, and print what it gives."""
+    names = [free_name(port.name, taken) if port.name in taken else port.name for port in outputs]
+    joined = ", ".join(names)
+    if len(outputs) > _MOST_NAMED:
+        names, joined = ["result"], "results"
+    yield from laid_out(f"{joined} = {call}", 4)
+    # A backward needs a real number.
+    real = ".abs()" if any(port.spec.dtype.is_complex for port in outputs) else ""
+    if len(outputs) > _MOST_NAMED:
+        yield f"    sum(result{real}.sum() for result in results if result.requires_grad).backward()"
+    else:
+        trained = [n for n, port in zip(names, outputs, strict=True) if port.spec.requires_grad]
+        if trained == names and len(names) == 1 and outputs[0].spec.example_shape == ():
+            yield f"    {joined}{real}.backward()"
+        elif trained:
+            total = " + ".join(f"{name}{real}.sum()" for name in trained)
+            yield from laid_out(f"({total}).backward()" if len(trained) > 1 else f"{total}.backward()", 4)
+    indent = ""
+    if len(outputs) > 1:
+        yield from laid_out(f"for result in {joined}:", 4)
+        names, indent = ["result"], "    "
+    yield f"    {indent}print(tuple({names[0]}.shape), {names[0]}.dtype)"
+
+
 def _random(spec: TensorSpec) -> str:
-    shape = "(" + ", ".join(str(size) for size in spec.example_shape or ())
-    shape += ",)" if len(spec.example_shape or ()) == 1 else ")"
+    shape = ", ".join(str(size) for size in spec.example_shape or ()) or "()"
     kind = (
         "" if spec.dtype.is_floating_point and dtype_name(spec.dtype) == "float32" else dtype_name(spec.dtype)
     )

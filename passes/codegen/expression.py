@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -100,6 +101,16 @@ def infix(name: str, left: Any, right: Any, scene: Scene) -> Source:
     # Comparisons do not chain, and the right operand of a left-associative sign keeps its own grouping.
     left_limit = strength - 1 if strength == COMPARE else strength
     return Source(f"{a.within(left_limit)} {sign} {b.within(strength - 1)}", strength)
+
+
+def power(base: Any, exponent: Any, scene: Scene) -> Source:
+    """Writes a power, with spaces around the sign unless both sides are plain, as ruff format does."""
+    texts = [scene.receiver(base), scene.source(exponent).within(UNARY)]
+    sign = "**" if all(map(_PLAIN.fullmatch, texts)) else " ** "
+    return Source(sign.join(texts), POWER)
+
+
+_PLAIN = re.compile(r"\(?[-+~]*(?:[A-Za-z_][\w.]*|\d[\w.]*(?:e[-+]?\d+)?)\)?")
 
 
 def arguments(args: Sequence[Any], kwargs: Mapping[str, Any], scene: Scene) -> str:

@@ -186,6 +186,12 @@ def _by_signature(module: nn.Module) -> list[tuple[str, Any, Any]]:
         if parameter.default is None and not hasattr(module, argument):
             continue  # a former name of an argument
         value = getattr(module, argument)
+        if (
+            argument == "stride"
+            and value == getattr(module, "kernel_size", None)
+            and parameter.default is None
+        ):
+            value = None  # torch has put the kernel's size there
         if argument == "bias" and not isinstance(value, bool):
             if not getattr(module, "affine", True) or not getattr(module, "elementwise_affine", True):
                 continue  # without a weight there is no bias

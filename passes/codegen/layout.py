@@ -166,5 +166,5 @@ def signature_lines(name: str, parameters: Sequence[str], returned: str, indent:
 
 def _clause_of_comprehension(text: str) -> int | None:
     """Returns where ` for i in range(4)` begins at the end of a text outside brackets, or None."""
-    found = re.search(r" for \w+ in range\([\d, ]+\)$", text)
+    found = re.search(r" for \w+ in (?:range\([\d, ]+\)|[\w.]+)$", text)
     return None if found is None or len(top_level(text)) > 1 else found.start()

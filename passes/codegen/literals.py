@@ -72,8 +72,8 @@ def literal(value: Any) -> str:
 
 
 def _number(value: float) -> str:
-    """Writes a float as Python prints it, but -1e9 for -1000000000.0."""
-    text = float.__repr__(value).replace("e+", "e")
+    """Writes a float as Python prints it, but -1e9 for -1000000000.0, and 1e-5 for 1e-05."""
+    text = float.__repr__(value).replace("e+", "e").replace("e-0", "e-")
     if not math.isfinite(value):
         return f'float("{text}")'
     whole = text.removesuffix(".0")

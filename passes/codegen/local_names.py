@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 
 from torch import fx
 
-from .body import Body, Folding
+from .body import Body
+from .folding import Folding
 from .naming import argument_name, hands_on, name_within, result_name, state_name
 from .scopes import Scope
 from .second_names import SecondName, second_name
@@ -70,6 +71,31 @@ class LocalNames:
         given = self._names_given(item)
         others = {given.get(other) for other in results if other is not result}
         return self.free(given.get(result) or result_name(result, result), index, others)
+
+    def of_what_they_become(self, elements: Mapping[int, fx.Node | None]) -> dict[fx.Node, str]:
+        """Returns the author's names for what each element alone is made into, if they all differ.
+
+        For `q, k = (cut(t) for t in x.chunk(2))` these are "q" and "k".
+        """
+        wanted = [element for element in elements.values() if element is not None]
+        names = [self._of_what_it_becomes(element) for element in wanted]
+        if None in names or len(set(names)) < len(names):
+            return {}
+        return {element: name for element, name in zip(wanted, names, strict=True) if name is not None}
+
+    def _of_what_it_becomes(self, node: fx.Node) -> str | None:
+        while True:
+            readers = self._folding.users.get(node, [])
+            if len(readers) != 1 or readers[0] == self._folding.end:
+                return None
+            item = self._body.items[readers[0]]
+            results = self._body.results(item)
+            if len(results) != 1 or self._body.operands_of(item) != [node]:
+                return None
+            name = self._body.author_name(item, results[0])
+            if name is not None or results[0] not in self._folding.folded:
+                return name
+            node = results[0]
 
     def _unread_name(self, index: int, item: Scope, result: fx.Node) -> str:
         """Returns the author's name for a result that nobody reads (nor, perhaps, the author), else "_"."""

@@ -11,16 +11,17 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from .body import NO_REGION, Body, Folding, Region
+from .body import NO_REGION, Body, Region
 from .cut import is_size, size_symbol, times_size
 from .expression import TIMES, Scene, Source
+from .folding import Folding
 from .idioms import normalized
 from .layer_calls import call_arguments
 from .literals import identifier, plain
 from .local_names import LocalNames
 from .loops.author_loops import NO_COUNTER, NO_ROUND, Counter, Round, counter_of, list_of, round_of
 from .loops.unfold_alike import unfold_alike
-from .naming import element_name, is_final, list_returned, operator_name
+from .naming import element_name, is_final, list_returned, operator_name, result_name
 from .scopes import Line, Scope, walk
 from .second_names import SecondName
 from .spell import spell
@@ -96,9 +97,7 @@ def write_method(
         draft = _Draft(body, Folding(body, kept, size_readers), call_text, arguments)
         method = draft.write()
         if not draft.too_long and not draft.lost_sizes:
-            tree.names_given[id(scope)] = {
-                node: draft.names.bound[node] for node in body.gives if node in draft.names.bound
-            }
+            tree.names_given[id(scope)] = draft.names_given()
             return method
         for node, index in draft.lost_sizes:
             size_readers.setdefault(node, set()).add(index)
@@ -139,6 +138,15 @@ class _Draft:
         annotations += ["torch.device" if symbol == DEVICE else "int" for symbol in self.body.symbols]
         passes = self.body.tree.passes_through_in_evaluation(self.body.scope)
         return Method(tuple(arguments), tuple(annotations), tuple(body), arguments[0] if passes else None)
+
+    def names_given(self) -> dict[fx.Node, str]:
+        """Returns the names of what the body returns, also of what is written in `return f(x), g(x)`."""
+        bound, folding = self.names.bound, self.folding
+        several = self.body.gives if len(self.body.gives) > 1 else ()
+        inline = {
+            n: result_name(self.body.items[folding.maker[n]], n) for n in several if n in folding.folded
+        }
+        return inline | {node: bound[node] for node in self.body.gives if node in bound}
 
     def _arguments(self) -> list[str]:
         wanted = [*self.arguments[: len(self.body.reads)]]
@@ -234,6 +242,7 @@ class _Draft:
         is_its = line is not None and self._makes_the_names_of(line.code, item, elements)
         wanted = line.assigned if line is not None and is_its else ()
         names: list[str] = []
+        later = self.names.of_what_they_become(elements)
         for place, element in elements.items():
             if element is None:
                 names.append("_")
@@ -241,6 +250,7 @@ class _Draft:
             hint = wanted[place] if place < len(wanted) == len(elements) and wanted[place] != "_" else ""
             if list(elements.values()).count(None) == len(elements) - 1:
                 hint = hint or self.body.author_name(element, element) or ""
+            hint = hint or later.get(element, "")
             own = element_name(item, place)
             name = hint if hint and not self.names.is_live(hint, index) and hint not in names else own
             self._bind(element, name if name == hint else self.names.free(name, index))
@@ -358,9 +368,16 @@ class _Draft:
     def _return(self) -> Statement:
         texts = [self._expression(node).text for node in self.body.gives]
         statement = Statement(f"return {', '.join(texts)}")
+        folded = [node for node in self.body.gives if node in self.folding.folded]
         if len(statement.text) > _LONGEST_FOLDED:
-            self.too_long |= {node for node in self.body.gives if node in self.folding.folded}
+            if len(self.body.gives) > 1:
+                self.too_long |= set(folded)
+            elif folded:
+                self._unfold(self.body.items[self.folding.maker[folded[0]]], len(statement.text))
         last = self.body.items[-1] if self.body.items else None
+        if last is not None and len(self.body.gives) > 1 and folded:
+            place, _ = self._comment(last, self.body.gives)
+            return replace(statement, place=place, region=self._region(last))
         if last is not None and len(self.body.gives) == 1 and self.body.gives[0] in self.folding.folded:
             place, shape = self._comment(last, self.body.gives)
             statement = replace(statement, place=place, shape=shape, region=self._region(last))

@@ -259,7 +259,7 @@ def _is_link(node: fx.Node) -> bool:
 def result_name(item: fx.Node | Scope, result: fx.Node) -> str:
     if isinstance(item, Scope):
         last = item.path.rpartition(".")[2]
-        return identifier(last if not last.isdigit() else item.type_name.lower())
+        return identifier(last if not last.isdigit() else _in_lower_case(item.type_name))
     if result.op == "get_attr":
         name = str(result.target).rpartition(".")[2]
         return identifier(re.sub(r"^constant_\d+$", "constant", name))
@@ -278,6 +278,11 @@ def result_name(item: fx.Node | Scope, result: fx.Node) -> str:
         return "normed"
     name = operator_name(result)
     return identifier(_RESULT_NAMES.get(name, name))
+
+
+def _in_lower_case(kind: str) -> str:
+    """Returns a class's name as that of a value: "double_conv" for DoubleConv, "lstm_cell" for LSTMCell."""
+    return re.sub(r"(?<=[a-z\d])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", kind).lower()
 
 
 def element_name(item: fx.Node | Scope, place: int) -> str:

@@ -6,6 +6,7 @@ stage's tree is found by reading its operators from first to last.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -204,12 +205,17 @@ def _frames_of_calls(frames: Sequence[Line], kinds: Sequence[str]) -> list[Line 
 
 def frames_of(node: fx.Node) -> list[Line]:
     """Lists the author's lines where an operator was traced, one per module's forward, innermost last."""
+    return list(_frames(node.meta.get("stack_trace") or ""))
+
+
+@functools.lru_cache(maxsize=8192)
+def _frames(trace: str) -> tuple[Line, ...]:
     found: list[Line] = []
-    for file, number, name, code in _FRAME.findall(node.meta.get("stack_trace") or ""):
+    for file, number, name, code in _FRAME.findall(trace):
         is_called = bool(found) and name != "forward" and not file.endswith("torch/__init__.py")
         outer = found[-1].chain if is_called else ()
         found[-1 if is_called else len(found) :] = [Line(file, int(number), code, outer)]
-    return found
+    return tuple(found)
 
 
 def _separate_preambles(graph: OperatorGraph, scope: Scope) -> None:
@@ -240,7 +246,8 @@ def _preamble_line(graph: OperatorGraph, item: fx.Node | Scope, depth: int) -> L
 
 def _as_function(graph: OperatorGraph, run: Sequence[fx.Node], scope: Scope) -> list[fx.Node | Scope]:
     working = [node for node in run if not is_size(graph, node)]
-    name = _name_of_preamble(run, working[-1], scope.depth) if len(working) >= _LONG_PREAMBLE else None
+    is_long = len(working) >= _LONG_PREAMBLE and len({line_at(node, scope.depth) for node in working}) > 1
+    name = _name_of_preamble(run, working[-1], scope.depth) if is_long else None
     if name is None:
         return list(run)
     return [Scope(scope.path, scope.kind, f"{scope.key}:{name}", scope.depth, list(run), function=name)]

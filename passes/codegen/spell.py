@@ -14,13 +14,14 @@ from torch import fx
 from pd2bw_fx.custom_function import custom_function
 from pd2bw_fx.errors import TraceError
 
-from .expression import INFIX, POWER, UNARY, Scene, Source, arguments, infix, subscript
+from .expression import INFIX, UNARY, Scene, Source, arguments, infix, power, subscript
 from .layers import MODES
 from .limits import with_limits
 from .literals import is_plain_name
 from .scopes import line_at, module_calls
 from .statements import drops_always
-from .words import SPECIAL
+from .wording import cast_called, has_its_number_first, is_a_power, is_a_subscript, is_called_of_torch
+from .words import SPECIAL, subscript_of_new_dimensions
 
 # Functions of sizes and numbers. Those of torch can be traced again; Python's own serve as well.
 _OF_NUMBERS: Mapping[Any, str] = {
@@ -70,7 +71,8 @@ def _function(node: fx.Node, scene: Scene) -> Source:
     if name in INFIX and getattr(operator, name, None) is target:
         return infix(name, node.args[0], node.args[1], scene)
     if target is operator.pow:
-        return Source(" ** ".join(scene.receiver(operand) for operand in node.args), POWER)
+        base, exponent = node.args
+        return power(base, exponent, scene)
     if target in (operator.neg, operator.invert):
         sign = "-" if target is operator.neg else "~"
         return Source(f"{sign}{scene.source(node.args[0]).within(UNARY)}", UNARY)
@@ -99,6 +101,9 @@ def _overload(node: fx.Node, scene: Scene) -> Source:
     if target.namespace == "aten" and _outs(target, values):
         return _public(target, name, values, scene)  # a nicer spelling would not write the outputs
     if target.namespace in ("aten", "pd2bw_fx"):  # ours stand for functions of torch
+        worded = _as_the_author(node, name, values, scene)
+        if worded is not None:
+            return worded
         special = SPECIAL.get(f"{name}.{target._overloadname}", SPECIAL.get(name))
         if special is not None:
             line = line_at(node, len(module_calls(node))) if name == "dropout" else None
@@ -109,8 +114,23 @@ def _overload(node: fx.Node, scene: Scene) -> Source:
         if name in INFIX and len(values) <= 2:
             left, right = values.values()
             return infix(name, left, right, scene)
-        return _public(target, name, values, scene)
+        return _public(target, name, values, scene, of_torch=is_called_of_torch(node, name))
     return _by_dispatcher(target, values, scene)
+
+
+def _as_the_author(node: fx.Node, name: str, values: Mapping[str, Any], scene: Scene) -> Source | None:
+    """Spells an operator in the author's words, where these are not what the rule would choose."""
+    first, second = (*values.values(), None, None)[:2]
+    if name in ("add", "mul") and len(values) == 2 and isinstance(second, int | float):
+        is_first = has_its_number_first(node, name, first, second)
+        return infix(name, second, first, scene) if is_first else None
+    if name == "pow" and len(values) == 2 and is_a_power(node):
+        return power(first, second, scene)
+    if name == "unsqueeze" and is_a_subscript(node):
+        return subscript_of_new_dimensions(values, scene, least=1)
+    if name == "to" and values.keys() == {"self", "dtype"} and (cast := cast_called(node, values["dtype"])):
+        return Source(f"{scene.receiver(values['self'])}.{cast}()")
+    return None
 
 
 def _bound(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,8 +155,18 @@ def _same(value: Any, default: Any) -> bool:
     return type(value) is type(default) and value is not Ellipsis and bool(value == default)
 
 
-def _public(target: torch._ops.OpOverload, name: str, values: Mapping[str, Any], scene: Scene) -> Source:
-    """Spells a method of the tensor, or a function of torch or torch.nn.functional, whichever there is."""
+def _public(
+    target: torch._ops.OpOverload,
+    name: str,
+    values: Mapping[str, Any],
+    scene: Scene,
+    *,
+    of_torch: bool = False,
+) -> Source:
+    """Spells a method of the tensor, or a function of torch or torch.nn.functional, whichever there is.
+
+    `of_torch` prefers a function of torch to a method.
+    """
     if any(
         isinstance(value, list | tuple) and any(item is None for item in value) for value in values.values()
     ):
@@ -149,7 +179,7 @@ def _public(target: torch._ops.OpOverload, name: str, values: Mapping[str, Any],
     writes_out = bool(_outs(target, values))
     is_tensor = takes_self and isinstance(target._schema.arguments[0].type, torch.TensorType)
     is_method = is_tensor and isinstance(values["self"], fx.Node) and name not in _FUNCTIONS
-    is_method = is_method and not writes_out
+    is_method = is_method and not writes_out and not (of_torch and hasattr(torch._C._VariableFunctions, name))
     if name in _AS_ACTIVATIONS and not writes_out:
         return Source(f"F.{name}({_by_schema(target, values, scene)})")
     if is_method and hasattr(torch.Tensor, name):
@@ -191,6 +221,11 @@ _OVER_ONE_OR_MORE = {
     f"aten::{name}"
     for name in ("mean", "sum", "amax", "amin", "std", "var", "logsumexp", "linalg_vector_norm")
 }
+# Functions that take sizes one by one as well as together.
+_OF_SIZES = {f"{new}{kind}" for new in ("", "new_") for kind in ("zeros", "ones", "empty")} | {
+    "rand",
+    "randn",
+}
 # Modules of torch whose name begins their operators' names: torch.fft.rfft is fft_rfft.
 _FAMILIES = ("fft", "linalg", "special")
 # The public function takes the kernel's size, the operator that of the result.
@@ -213,6 +248,7 @@ def _by_schema(target: torch._ops.OpOverload, values: Mapping[str, Any], scene: 
     """Writes the arguments by position as long as nothing is left out, then by name."""
     texts: list[str] = []
     positional = True
+    name = target._schema.name.partition("::")[2]
     for argument in target._schema.arguments:
         if argument.name == "self" and "self" not in values:
             continue
@@ -222,11 +258,15 @@ def _by_schema(target: torch._ops.OpOverload, values: Mapping[str, Any], scene: 
         value = values[argument.name]
         if isinstance(value, list) and all(isinstance(item, int | fx.Node) for item in value):
             value = tuple(value) if str(argument.type) in ("List[int]", "Optional[List[int]]") else value
+        if argument.name == "size" and positional and name in _OF_SIZES and value:
+            texts += [scene.text(size) for size in value]  # torch.zeros(2, 8) for torch.zeros((2, 8))
+            continue
         if argument.name == "dim" and isinstance(value, list | tuple) and len(value) == 1:
             value = value[0] if target._schema.name in _OVER_ONE_OR_MORE else value
         is_mode = argument.name in MODES and value is True and _has_statistics(target, values)
         text = scene.mode(value) if is_mode else scene.text(value)
         named = isinstance(value, bool) or (argument.name == "dim" and texts)
+        named = named or (target._schema.name == "aten::clamp" and "max" not in values)  # clamp(min=0)
         positional = positional and not (argument.kwarg_only or named)
         by_name = not positional
         texts.append(f"{argument.name}={text}" if by_name else text)

@@ -7,27 +7,35 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
-import torch
 from torch import fx, nn
 
 from pd2bw_fx.custom_function import custom_function
 from pd2bw_fx.errors import TraceError
 from pd2bw_fx.graph import RETURNED_AT, OperatorGraph, ParameterSpec
 from pd2bw_fx.modes import passes_through_in_evaluation
-from pd2bw_fx.program import autocast_of
 
+from .calls import (
+    copies_a_weight,
+    follows_device,
+    names_device,
+    readers,
+    returning,
+    unlike_calls,
+    whole_calls,
+)
 from .cut import Cut, is_size, size_symbol, spec_of, tensors_read, times_size
 from .layer_calls import takes_and_gives_what_the_layer_does
 from .layers import has_other_numbers, is_in_evaluation, is_layer, is_sequential
 from .numbers import numbers
 from .scopes import Scope, lift, module_calls, walk
-from .unread_results import LAYERS_OF_TORCH, operators_of, returned_unread
+from .unread_results import LAYERS_OF_TORCH, returned_unread
 
 # Among the sizes that a call is given, it stands for the device on which tensors are made out of nothing.
 DEVICE = "device"
+_T = TypeVar("_T")
 
 
 class StageTree:
@@ -39,6 +47,7 @@ class StageTree:
 
     def __init__(self, graph: OperatorGraph, stage: Cut) -> None:
         assert graph.root is not None, "a graph read from a file cannot be generated from"
+        self._answers: dict[tuple[str, int], list[Any]] | None = None  # kept once nothing changes any more
         self.graph = graph
         self.stage = stage
         self.model: nn.Module = graph.root
@@ -53,13 +62,13 @@ class StageTree:
         self.root = lift(graph, nodes)
         for scope in walk(self.root):  # an exported program has no modules where there are no tensors
             self.modules.setdefault(scope.path, nn.Module())
-        self._whole_calls = _whole_calls(graph)
-        self._returning = _returning(graph)
-        self._readers = _readers(graph, stage)
+        self._whole_calls = whole_calls(graph)
+        self._returning = returning(graph)
+        self._readers = readers(graph, stage)
         self._rehome(self.root)
         self.returned_unread: dict[fx.Node, int] = {}
         self.returned_unread = returned_unread(self)
-        self._unlike_calls = _unlike_calls(self)
+        self._unlike_calls = unlike_calls(self)
         self.chains: set[int] = set()  # calls of an nn.Sequential that is printed as one
         self.sequences: set[int] = set()  # calls of an instance of a subclass, which has a class of its own
         self._links: dict[int, set[fx.Node]] = defaultdict(set)  # by id of the call that they are in
@@ -68,6 +77,7 @@ class StageTree:
         self.layers = self._layers()
         self.owned: dict[str, set[str]] = defaultdict(set)  # class path -> local parameter names
         self._place_parameters()
+        self._answers = {}
 
     @property
     def function_names(self) -> set[str]:
@@ -116,6 +126,15 @@ class StageTree:
             and self.is_whole(scope)
         )
 
+    def _kept(self, kind: str, scope: Scope, answer: Callable[[Scope], list[_T]]) -> list[_T]:
+        """Returns an answer about a call, which is worked out once after the tree is built."""
+        if self._answers is None:
+            return answer(scope)
+        key = kind, id(scope)
+        if key not in self._answers:
+            self._answers[key] = answer(scope)
+        return list(self._answers[key])
+
     def reads(self, scope: Scope) -> list[fx.Node]:
         """Lists the values that a call needs from outside, without its own parameters and sizes.
 
@@ -123,6 +142,9 @@ class StageTree:
         come last. A stage's own inputs stand in the order in which they are read, with the model's inputs in
         the model's order.
         """
+        return self._kept("reads", scope, self._reads)
+
+    def _reads(self, scope: Scope) -> list[fx.Node]:
         inside = set(scope.nodes)
         found: dict[fx.Node, None] = {}
         for node in scope.nodes:
@@ -141,6 +163,9 @@ class StageTree:
 
         Values that would be read there in other calls of its kind are included (see unread_results.py).
         """
+        return self._kept("gives", scope, self._gives)
+
+    def _gives(self, scope: Scope) -> list[fx.Node]:
         inside = set(scope.nodes)
         returned = set(self.stage.outputs)
         made = [
@@ -159,6 +184,9 @@ class StageTree:
 
         DEVICE is among them if it needs a device and has no argument to take it from.
         """
+        return self._kept("symbols", scope, self._symbols)
+
+    def _symbols(self, scope: Scope) -> list[str]:
         if self.is_layer(scope):
             return []
         needed: dict[str, None] = {}
@@ -167,10 +195,10 @@ class StageTree:
                 needed |= dict.fromkeys(self.symbols(item))
             else:
                 needed |= dict.fromkeys(self._symbols_of(item))
-                needed |= {DEVICE: None} if _names_device(item) else {}
+                needed |= {DEVICE: None} if names_device(item) else {}
             read = self.reads(item) if isinstance(item, Scope) else tensors_read(self.graph, item)
             needed |= {DEVICE: None} if any(self.makes(scope, operand) for operand in read) else {}
-            needed |= {DEVICE: None} if _follows_device(item) else {}
+            needed |= {DEVICE: None} if follows_device(item) else {}
         reads = self.reads(scope)
         at_hand = {size for value in reads for size in self.shape(value)}
         at_hand |= {DEVICE} if reads or scope is self.root else set()
@@ -310,7 +338,7 @@ class StageTree:
             return False
         if any(module is changing for changing in self.graph.changing):
             return False  # the attributes that it was called with are gone
-        if any(isinstance(item, Scope) or _copies_a_weight(item) for item in scope.items):
+        if any(isinstance(item, Scope) or copies_a_weight(item) for item in scope.items):
             return False
         if module.training and any(map(is_in_evaluation, scope.nodes)):
             return False  # the forward has put it in that mode for this call
@@ -347,64 +375,10 @@ def _given_by(tree: StageTree, item: fx.Node | Scope) -> list[fx.Node]:
     return tree.gives(item) if isinstance(item, Scope) else [item]
 
 
-def _whole_calls(graph: OperatorGraph) -> dict[str, set[str]]:
-    """Maps each call of the whole program to its operators, without the recomputable ones."""
-    assert graph.fx is not None
-    calls: dict[str, set[str]] = defaultdict(set)
-    for node in graph.fx.graph.nodes:
-        if node.name in graph.operators and not graph.operators[node.name].is_replicable:
-            for key, _, _ in module_calls(node):
-                calls[key].add(node.name)
-    return calls
-
-
-def _returning(graph: OperatorGraph) -> set[str]:
-    """Collects the keys of the calls whose results are known."""
-    assert graph.fx is not None
-    return {key for node in graph.fx.graph.nodes for key in node.meta.get(RETURNED_AT, {})}
-
-
-def _unlike_calls(tree: StageTree) -> set[str]:
-    """Collects modules whose calls here differ in their operators: one is cut, or goes another way."""
-    calls: dict[str, list[Scope]] = defaultdict(list)
-    for scope in walk(tree.root):
-        if scope.function is None:
-            calls[scope.path].append(scope)
-    return {
-        path
-        for path, scopes in calls.items()
-        if len(scopes) > 1 and len({operators_of(tree, s) for s in scopes}) > 1
-    }
-
-
-def _names_device(node: fx.Node) -> bool:
-    return any(isinstance(value, torch.device) for value in (*node.args, *node.kwargs.values()))
-
-
-def _follows_device(item: fx.Node | Scope) -> bool:
-    """Whether an item is in an autocast region of the device's own type."""
-    regions = map(autocast_of, item.nodes if isinstance(item, Scope) else [item])
-    return any(region is not None and region[0] is None for region in regions)
-
-
-def _readers(graph: OperatorGraph, stage: Cut) -> dict[fx.Node, list[fx.Node]]:
-    readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-    for node in stage.nodes:
-        for operand in () if is_size(graph, node) else tensors_read(graph, node):
-            readers[operand].append(node)
-    return readers
-
-
 def _name_under(path: str, spec: ParameterSpec) -> str | None:
     prefix = path + "." if path else ""
     names: Sequence[str] = (spec.name, *spec.tied_names)
     return next((name for name in names if name.startswith(prefix)), None)
-
-
-def _copies_a_weight(node: fx.Node) -> bool:
-    """Whether a node copies a weight that the forward writes, before it is read (normalise/state.py)."""
-    operand = node.args[0] if node.target is torch.ops.aten.clone.default else None
-    return isinstance(operand, fx.Node) and operand.op == "get_attr"
 
 
 def occurrences(value: Any, node: fx.Node) -> int:

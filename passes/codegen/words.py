@@ -128,17 +128,24 @@ def _lists_first(function: str, first: str) -> Special:
 
 def _unsqueeze(values: Mapping[str, Any], scene: Scene) -> Source | None:
     """Spells several unsqueezes in a row, written in one line, as one subscript: x[None, None, :]."""
+    return subscript_of_new_dimensions(values, scene, least=2)
+
+
+def subscript_of_new_dimensions(values: Mapping[str, Any], scene: Scene, *, least: int) -> Source | None:
+    """Spells unsqueezes in a row, from `least` on, as one subscript."""
     base, dimensions = values["self"], [values["dim"]]
     while isinstance(base, fx.Node) and base.target is torch.ops.aten.unsqueeze.default:
         if scene.source(base).text.isidentifier():
             break
         dimensions.append(base.args[1])
         base = base.args[0]
-    if len(dimensions) == 1 or not isinstance(base.meta.get("val"), torch.Tensor):
+    if len(dimensions) < least or not isinstance(base.meta.get("val"), torch.Tensor):
         return None
     places = [":"] * base.meta["val"].dim()
     for dimension in reversed(dimensions):
         places.insert(dimension if dimension >= 0 else len(places) + 1 + dimension, "None")
+    while len(dimensions) == 1 and places[-1] == ":":
+        places.pop()
     return Source(f"{scene.receiver(base)}[{', '.join(places)}]")
 
 

@@ -16,7 +16,7 @@ from .classes import ClassText, Draft, class_texts
 from .layers import constructor, is_layer, sequential
 from .layout import WIDTH, signature_lines, written
 from .literals import MAIN, identifier, plain, quoted
-from .loops.rolling import in_rounds
+from .loops.rolled_up import rolled_up
 from .method import Method, reference, write_method
 from .numbers import few_numbers
 from .scopes import Scope, line_at, walk
@@ -187,7 +187,7 @@ class StageWriter:
     def _write_function(self, scope: Scope) -> None:
         method = write_method(self.tree, scope, self._call_text)
         attributes = Attributes(scope.path, self._module_at, self._attributes.get)
-        body = tuple(written(in_rounds(method.body, attributes), attributes, 4))
+        body = tuple(written(rolled_up(method.body, attributes), attributes, 4))
         base, others = f"make_{scope.function}", set(self.tree.function_names)
         while True:
             name = free_name(base, others)

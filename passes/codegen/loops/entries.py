@@ -5,11 +5,12 @@ from __future__ import annotations
 import bisect
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from pd2bw_fx.passes.codegen.attributes import Attributes
 from pd2bw_fx.passes.codegen.layout import Loop, resolve
+from pd2bw_fx.passes.codegen.literals import STRING
 from pd2bw_fx.passes.codegen.method import Statement
 
 from .tokens import Flow, computed, line_of
@@ -23,6 +24,27 @@ def resolved_entries(entries: Sequence[Entry], attributes: Attributes) -> Iterat
             yield replace(entry, body=tuple(resolved_entries(entry.body, attributes)))
         else:
             yield replace(entry, text=resolve(entry.text, attributes))
+
+
+def with_text(entry: Entry, change: Callable[[str], str]) -> Entry:
+    """Returns an entry, also a loop's statements, with its text changed."""
+    if isinstance(entry, Loop):
+        return replace(entry, body=tuple(with_text(inner, change) for inner in entry.body))
+    return replace(entry, text=change(entry.text))
+
+
+def with_zeros(text: str) -> str:
+    """Writes where slices begin, as in `x[0:1]`: the round behind it has `x[1:2]`."""
+    return _FROM_THE_START.sub(lambda match: match[0] if len(match[0]) > 1 else "0:", text)
+
+
+def without_zeros(text: str) -> str:
+    return _FROM_ZERO.sub(lambda match: ":" if match[0].startswith("0") else match[0], text)
+
+
+_APPENDS = re.compile(r"\w+\.append\(")
+_FROM_THE_START = re.compile(rf"{STRING}|(?<=[\[ ]):(?=\d)")
+_FROM_ZERO = re.compile(rf"{STRING}|(?<=[\[ ])0 ?:")
 
 
 def outline(entry: Entry) -> tuple[object, ...]:
@@ -100,8 +122,12 @@ def _repeats(outlines: Sequence[int], length: int) -> list[int]:
 
 
 def num_lines(entry: Entry) -> int:
+    """Counts lines; a loop that only fills a list adds none to the line that makes the list."""
     if isinstance(entry, Statement):
         return 1
+    inside = entry.body[0]
+    if len(entry.body) == 1 and isinstance(inside, Statement) and _APPENDS.match(inside.text):
+        return 0
     return 1 + (entry.first is not None) + sum(map(num_lines, entry.body))
 
 

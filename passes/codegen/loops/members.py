@@ -189,9 +189,14 @@ def _loop_names(
             names[holder] = f"{attributes.refer(holder)}[{key}]"
             continue
         taken = words | set(names.values())
-        wishes = _member_names(holder, is_alone=len(members) == 1)
-        names[holder] = next((name for name in wishes if name not in taken), free(wishes[-1], taken))
+        names[holder] = name_of_member(holder, taken, is_alone=len(members) == 1)
     return names
+
+
+def name_of_member(holder: str, taken: set[str], *, is_alone: bool = True) -> str:
+    """Returns what a loop over a container calls its member: a name that is not `taken`."""
+    wishes = _member_names(holder, is_alone=is_alone)
+    return next((name for name in wishes if name not in taken), free(wishes[-1], taken))
 
 
 def _member_names(holder: str, *, is_alone: bool) -> list[str]:

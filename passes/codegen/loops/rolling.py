@@ -22,7 +22,16 @@ from pd2bw_fx.passes.codegen.attributes import Attributes
 from pd2bw_fx.passes.codegen.layout import region_of
 from pd2bw_fx.passes.codegen.method import Statement
 
-from .entries import BodyLines, Entry, num_lines, resolved_entries, with_plain_names
+from .entries import (
+    BodyLines,
+    Entry,
+    num_lines,
+    resolved_entries,
+    with_plain_names,
+    with_text,
+    with_zeros,
+    without_zeros,
+)
 from .last_round import completed, last_round
 from .looped import Looped
 from .rounds import Rounds
@@ -35,13 +44,13 @@ _MOST_FOR_A_BEGINNING = 2  # lines that a loop may take more to begin where the 
 
 def in_rounds(entries: Sequence[Entry], attributes: Attributes) -> list[Entry]:
     """Rolls up the rounds in a body into loops, inner loops first."""
-    body = BodyLines(list(resolved_entries(entries, attributes)))
-    rolled = _rolled_once(body)
+    resolved = list(resolved_entries(entries, attributes))
+    rolled = _rolled_once(BodyLines([with_text(entry, with_zeros) for entry in resolved]))
     if rolled is None:
-        return list(body.entries)
+        return resolved
     while (again := _rolled_once(BodyLines(rolled))) is not None:
         rolled = again
-    return with_plain_names(rolled)
+    return with_plain_names([with_text(entry, without_zeros) for entry in rolled])
 
 
 def _rolled_once(body: BodyLines) -> list[Entry] | None:

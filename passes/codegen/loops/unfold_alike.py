@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from pd2bw_fx.passes.codegen.body import Folding
+from pd2bw_fx.passes.codegen.folding import Folding
 from pd2bw_fx.passes.codegen.naming import operator_name
 from pd2bw_fx.passes.codegen.scopes import Scope
 
