@@ -345,9 +345,9 @@ def test_conditions_on_constants_need_no_leave(tmp_path: Path) -> None:
     assert pipe.trace_report is not None
     assert pipe.trace_report.notes == ()
     assert not any("assert" in program.source for program in pipe.programs)
-    assert sum(program.source.count("x * 2") for program in pipe.programs) == 1
+    assert sum(program.source.count("x = 2 * x") for program in pipe.programs) == 1
     # What is handed on half written is the same in every run.
-    assert any("torch.zeros((5, x.shape[0], 6)" in program.source for program in pipe.programs)
+    assert any("torch.zeros(5, x.shape[0], 6" in program.source for program in pipe.programs)
     pipe.export_onnx(tmp_path / "onnx")
 
 
@@ -482,7 +482,9 @@ class Latent(Asserting):
         return self.second(found[drawn[0] % len(found)] + drawn.sum()).mean()
 
 
-def test_a_line_that_asks_several_times_has_one_note() -> None:
+def test_a_line_that_asks_several_times_has_one_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch.compile switches the checks of distributions off for the rest of a process.
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     pipe = pd2bw_fx.split(model_of(Latent), inputs(), cluster=1, costs="analytic")
 
     assert pipe.trace_report is not None
