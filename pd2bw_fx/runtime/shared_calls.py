@@ -174,6 +174,7 @@ class SharedCalls:
         """
         self.is_closed = True
         self._control = None  # the engine ends the group with its last reference
+        self._where = str  # nor is the runner held, which has groups too
         if self.world is not None:
             if not self.is_broken and not self._has_told:
                 with self.world.watch:
