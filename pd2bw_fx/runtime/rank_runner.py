@@ -69,7 +69,8 @@ class RankRunner:
 
     def where(self) -> str:
         """Returns the action that this rank performs, for the end of a message; nothing between calls."""
-        return "" if self.current is None else f", {self.current.described()}"
+        action = self.current  # read once: the watch's thread asks while this rank goes on
+        return "" if action is None else f", {action.described()}"
 
     def draw_by(self, seed: int) -> None:
         """Sets the seed from which coming forwards draw their random numbers."""
