@@ -15,7 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 # What the programs import before their first engine trains.
-IMPORTED = ["torch.distributed.run", "torch._dynamo", "pulp", "pd2bw_fx.pipeline", "pd2bw_fx.runtime.engine"]
+IMPORTED = [
+    "torch.distributed.run",
+    "torch._dynamo",
+    "pulp",
+    "pd2bw_fx.passes.split",
+    "pd2bw_fx.runtime.engine",
+]
 _CONTEXT = multiprocessing.get_context("forkserver")
 
 
