@@ -120,8 +120,7 @@ def _after_training(
                 run_forwards(programs, modules, example)
     except Exception:  # the comparison that follows tells of it
         return {}
-    held = [held_tensors(program, module) for program, module in zip(programs, modules, strict=True)]
-    return {name: tensor.detach() for own in held for name, tensor in own.items() if name in names}
+    return {name: tensor.detach() for name, tensor in _held(programs, modules) if name in names}
 
 
 def _of_model(
@@ -160,9 +159,14 @@ def _of_stages(
     with randomness(on=random) as draws, torch.no_grad():
         _, produced = run_forwards(programs, modules, example)
         drawn = draws.drawn()
-    held = [held_tensors(program, module) for program, module in zip(programs, modules, strict=True)]
-    changed = {name for own in held for name, after in own.items() if _is_changed(after, tensors[name])}
+    changed = {name for name, after in _held(programs, modules) if _is_changed(after, tensors[name])}
     return model_outputs(programs, produced), changed, drawn
+
+
+def _held(programs: Sequence[StageProgram], modules: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Yields the names in the graph and the tensors of all stages; several may hold one name."""
+    for program, module in zip(programs, modules, strict=True):
+        yield from held_tensors(program, module).items()
 
 
 def draws_in_evaluation(graph: OperatorGraph) -> bool:

@@ -10,6 +10,8 @@ that leaves too many is asked again when more may be listed.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 
 from pd2bw_fx.passes.partition.bounds.cut_graph import CutGraph
@@ -36,11 +38,9 @@ def prove_by_cuts(state: SearchState, gap: float) -> None:
     if len(state.choices) != 1 or not applies_to(state.choices[0]) or state.stage_of is None:
         return
     questions = _Questions(state)
-    try:
+    with suppress(OutOfTime):  # what was found and proven until then is in the state
         questions.improve(gap)
         questions.prove(gap)
-    except OutOfTime:
-        pass
 
 
 class _Questions:

@@ -3,7 +3,8 @@
 self.register_buffer("stride", torch.tensor(2), persistent=False)
 frames = x.shape[-1] // int(self.stride)      a size, for which Python needs the number
 
-Nothing but the forward could change such a number: no state dict has it.
+No state dict has such a number. If the forward does not change it either, it is like a plain attribute:
+stages keep what it is when the model is split.
 """
 
 from __future__ import annotations
