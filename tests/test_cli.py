@@ -352,6 +352,7 @@ def test_every_command_has_help_with_an_example(command: str, capsys: pytest.Cap
             "--accelerators-only is for a --workload; a model is planned",
         ),
         (["plan", "--workload", "w.json", "--cluster", "3"], "--workload has its own devices"),
+        (["plan", "--workload", "w.json", "--edited"], "--workload has its own devices"),
     ],
 )
 def test_options_that_would_be_ignored_are_refused(

@@ -196,6 +196,15 @@ def test_recomputation_is_named_where_it_is_enough() -> None:
 
 
 @pytest.mark.usefixtures("time_to_explain")
+def test_only_what_was_not_tried_is_advised() -> None:
+    # A block alone takes all the memory, so that no stage has room for a received tensor, however many there
+    # are; recomputation has nothing to save.
+    cluster = Cluster.uniform(2, memory_bytes=700, bytes_per_s=1e3, latency_s=0.0)
+    with pytest.raises(InfeasibleError, match=r"on every device; or try a smaller microbatch$"):
+        partition(chain(3, 2), cluster)
+
+
+@pytest.mark.usefixtures("time_to_explain")
 def test_fewest_stages_more_with_which_it_fits_are_named_and_really_are_enough() -> None:
     # 500 bytes a block, 200 to step one, 20 a tensor at a cut and in flight: three blocks at most.
     four, ten = roomy(4), chain(10, 4)

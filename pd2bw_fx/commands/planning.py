@@ -167,7 +167,8 @@ def _plan(options: argparse.Namespace) -> int:
 def _plan_workload(options: argparse.Namespace) -> int:
     of_search = search_options(options)
     others = planning(options).keys() - of_search.keys()
-    if options.cluster is not None or options.explain or others:
+    of_models = options.explain or options.edited or options.no_profile_cache
+    if options.cluster is not None or of_models or others:
         raise UsageError(
             "--workload has its own devices and costs and no operators to explain; of the options, "
             "--solver, --max-gap and --time-limit are for it"

@@ -20,7 +20,7 @@ from pd2bw_fx.passes.partition.search.search import search
 from pd2bw_fx.problem import Problem
 from pd2bw_fx.units import format_bytes
 
-from .nearest import nearest_changes
+from .nearest import MORE_STAGES, RECOMPUTE, nearest_changes
 from .shortfall import least_shortfall
 
 _MOST_TIME_S = 20.0  # for the whole explanation
@@ -163,7 +163,7 @@ def _least_excess(
         reasons.append(_wishes(fewest))
     tried = "" if orders.are_all else f" ({len(orders)} of more orders of the devices were tried)"
     changes = nearest_changes(request, choices, limited, solver=solver, within=deadline)
-    enough = f"With {', or '.join(changes)} it fits. " if changes else ""
+    enough = f"With {', or '.join(changes.lines)} it fits. " if changes.lines else ""
     # The limits and pins that are no reasons did not hold while these were asked about.
     devices, pins = set(request.order or range(len(cluster))), {pin.name for pin in request.pins}
     are_all = devices == set(limited) and pins == {pin.name for pin in fewest}
@@ -176,19 +176,18 @@ def _least_excess(
         f"bytes) on {device.name}, which has {format_bytes(device.memory_bytes)} ({device.memory_bytes} "
         f"bytes). It is impossible because of {'; '.join(reasons)}; {minimal}. "
         f"{enough}All fits with {_rounded_up(nearest.share)} times the memory on every device; or "
-        f"{_advice(choices)}{tried}"
+        f"try {', '.join([*changes.unsettled, 'a smaller microbatch'])}{tried}"
     )
 
 
 def _does_not_fit(request: SearchRequest, choices: Choices) -> InfeasibleError:
     devices = request.cluster.devices
     total = format_bytes(sum(device.memory_bytes for device in devices))
-    return InfeasibleError(f"no assignment fits in the {total} of {len(devices)} devices; {_advice(choices)}")
-
-
-def _advice(choices: Choices) -> str:
-    again = 'recompute="auto", ' if choices[0].recompute is False else ""
-    return f"try more stages, {again}a smaller microbatch, or devices with more memory"
+    again = f"{RECOMPUTE}, " if choices[0].recompute is False else ""
+    return InfeasibleError(
+        f"no assignment fits in the {total} of {len(devices)} devices; try {MORE_STAGES}, {again}a smaller "
+        "microbatch, or devices with more memory"
+    )
 
 
 def _rounded_up(share: float) -> str:

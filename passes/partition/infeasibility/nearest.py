@@ -4,7 +4,7 @@ plans."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,6 +20,17 @@ _PLENTY_BYTES = 10**18  # stands for no limit
 _ANY, _FINE = 0.999, 0.01  # gaps: any plan will do; its time is printed
 _DEVICES_TRIED = 3
 _STAGES_TRIED = 8
+MORE_STAGES, RECOMPUTE = "more stages", 'recompute="auto"'
+
+
+@dataclass(frozen=True)
+class NearestChanges:
+    """lines           a line for each change that is enough by itself
+    unsettled       what could not be looked at, or not in the time: it may be enough too
+    """
+
+    lines: tuple[str, ...]
+    unsettled: tuple[str, ...]
 
 
 def nearest_changes(
@@ -29,23 +40,31 @@ def nearest_changes(
     *,
     solver: str,
     within: Deadline,
-) -> list[str]:
-    """Returns a line for each change that is enough by itself: more memory on one of `devices`, recomputation
-    where it was off, and the fewest additional stages."""
+) -> NearestChanges:
+    """Tries more memory on each of `devices`, recomputation where it was off, and the fewest additional
+    stages."""
     cluster, deadline = request.cluster, Deadline(_TIME_S, within=within)
-    changes = []
+    lines, unsettled = [], []
     for device in request.one_of_each(devices)[:_DEVICES_TRIED]:
         more = _least_more(request, device, solver=solver, deadline=deadline)
         if more is not None:
             name = cluster.devices[device].name
-            changes.append(f"{_rounded_up(more[0])} more on {name} ({_time(more[1])})")
+            lines.append(f"{_rounded_up(more[0])} more on {name} ({_time(more[1])})")
     if choices[0].recompute is False:
         again = choices.changed(lambda instance: replace(instance, recompute="auto"))
-        found = search_within(again, _FINE, solver=solver, deadline=deadline)
-        if found is not None:
-            changes.append(f'recompute="auto" ({_time(found)})')
-    more_stages = _fewest_stages_more(request, solver=solver, within=within)
-    return changes if more_stages is None else [*changes, more_stages]
+        try:
+            found = _searched(again, solver=solver, deadline=deadline)
+        except SolverError:
+            unsettled.append(RECOMPUTE)
+        else:
+            lines.extend([] if found is None else [f"{RECOMPUTE} ({_time(found)})"])
+    try:
+        more_stages = _fewest_stages_more(request, solver=solver, within=within)
+    except SolverError:
+        unsettled.append(MORE_STAGES)
+    else:
+        lines.extend([] if more_stages is None else [more_stages])
+    return NearestChanges(tuple(lines), tuple(unsettled))
 
 
 def _fewest_stages_more(request: SearchRequest, *, solver: str, within: Deadline) -> str | None:
@@ -53,19 +72,28 @@ def _fewest_stages_more(request: SearchRequest, *, solver: str, within: Deadline
 
     It tries one number after another, because what fits on some stages need not fit on more of them: they
     have more microbatches in flight.
+
+    Raises:
+        SolverError: the time ran out before any number was found to be enough.
     """
     if request.order is not None:
         return None  # The method has device slots for this many stages only.
     deadline = Deadline(_STAGES_TIME_S, within=within)
+    ran_out = None
     for more in range(1, min(_STAGES_TRIED, len(request.problem.blocks) - request.num_stages) + 1):
         larger = request.with_stages(request.num_stages + more)
         try:
             orders = larger.orders()
-            found = search_within(larger.choices(orders), _FINE, solver=solver, deadline=deadline)
+            found = _searched(larger.choices(orders), solver=solver, deadline=deadline)
         except InputError:
             continue  # The method cannot have so many stages.
+        except SolverError as error:
+            ran_out = error
+            continue
         if found is not None:
             return f"{_stages_more(request, more)} ({_time(found)})"
+    if ran_out is not None:
+        raise ran_out
     return None
 
 
@@ -88,7 +116,10 @@ def _least_more(
         larger = request.with_memory({device: own_bytes + more_bytes})
         orders = larger.orders()
         choices = larger.choices(orders)
-        found = search_within(choices, gap, solver=solver, deadline=deadline)
+        try:
+            found = _searched(choices, gap, solver=solver, deadline=deadline)
+        except SolverError:
+            return None  # A change is only named if there is a plan for it.
         if found is None or device not in orders[found.choice]:
             return None
         need = evaluate(choices[found.choice], found.stage_of).memory_bytes
@@ -106,17 +137,19 @@ def _least_more(
     return None if some is None else (enough, some[1])
 
 
-def search_within(choices: Choices, gap: float, *, solver: str, deadline: Deadline) -> SearchResult | None:
-    """Searches with half of the time left. Returns None also if the time runs out: a change is only named if
-    there is a plan for it."""
+def _searched(
+    choices: Choices, gap: float = _FINE, *, solver: str, deadline: Deadline
+) -> SearchResult | None:
+    """Searches with half of the time left.
+
+    Raises:
+        SolverError: no plan was found in this time, and there may be one.
+    """
     if deadline.left_s <= 0:
-        return None
-    try:
-        return search(
-            choices, solver=solver, max_gap=gap, deadline=Deadline(deadline.left_s / 2, within=deadline)
-        )
-    except SolverError:
-        return None
+        raise SolverError("there was no time to look for a plan")
+    return search(
+        choices, solver=solver, max_gap=gap, deadline=Deadline(deadline.left_s / 2, within=deadline)
+    )
 
 
 def _time(found: SearchResult) -> str:
