@@ -127,7 +127,7 @@ class RankRunner:
         completing = _last_backwards(actions)
         for index, action in enumerate(actions):
             self.current = action
-            self._weights.is_completing = index in completing
+            self._weights.begin_action(completes_gradients=index in completing)
             began_s = time.perf_counter()
             if action.kind is Kind.UPDATE:
                 self._before_waiting()

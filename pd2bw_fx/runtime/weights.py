@@ -20,9 +20,8 @@ from __future__ import annotations
 
 import math
 import time
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +30,7 @@ from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import ParameterSpec
 from pd2bw_fx.runtime.checkpoint import Checkpoint, RankState, random_state
 from pd2bw_fx.runtime.corrections import Corrector
-from pd2bw_fx.runtime.gradient_sums import GradientSums, TiedParameter, UseQuestion, in_buckets
+from pd2bw_fx.runtime.gradient_sums import TiedParameter
 from pd2bw_fx.runtime.optimizing import (
     OptimizerFactory,
     ParameterOptions,
@@ -39,6 +38,7 @@ from pd2bw_fx.runtime.optimizing import (
     SchedulerFactory,
 )
 from pd2bw_fx.runtime.slots import Slots
+from pd2bw_fx.runtime.tied_gradients import TiedGradients
 from pd2bw_fx.runtime.update import Clipping, GradientNorm, LossScale, PendingUpdate, Step
 from pd2bw_fx.stage import StageProgram
 
@@ -76,9 +76,6 @@ class WeightStore:
         self._keeps_versions = keeps_versions
         self._slots = Slots(programs, tensors, trainable=set(trainable), count=num_versions, device=device)
         self._spans = self._slots.spans
-        self._ties = tuple(tied for tied in ties if tied.name in self._spans)
-        self._uses_vary = uses_vary
-        self._sums_allowed = sums_allowed
         self._clipping = clipping
         self._loss_scale = loss_scale
         self._corrector = corrector
@@ -94,12 +91,9 @@ class WeightStore:
         self._aliases = {name: nn.Parameter(view) for name, view in self._stepped[0].items()}
         self._users = [0] * num_versions
         self._ran_on = 0  # the version of the last backward
-        self.is_completing = False  # the backward at work is the last of its stage for the coming update
-        self._question: UseQuestion | None = None  # asked with the first update
-        self._used_ties: frozenset[str] | None = None  # the answer
-        self._buckets = in_buckets(self._ties, self._aliases)
-        self._sums: GradientSums | None = None  # for the coming update; None: none may start before it
-        self._watch_ties()
+        self._ties = TiedGradients(
+            self._slots, ties, self._aliases, uses_vary=uses_vary, allowed=sums_allowed, device=device
+        )
         self._optimizer = RankOptimizer({}, (), torch.optim.SGD)
 
     def optimize_with(
@@ -117,6 +111,11 @@ class WeightStore:
         self._optimizer = RankOptimizer(self._aliases, everywhere, optimizer, scheduler, parameter_options)
         if self._corrector is not None and self._optimizer.optimizer is not None:
             self._corrector.check(self._optimizer.optimizer)
+
+    @property
+    def _coming(self) -> int:
+        """The version whose gradients are computed now."""
+        return self.newest + len(self._pending) + 1
 
     def learning_rates(self, update: int) -> tuple[float, ...]:
         """Returns the rates of the optimizer's groups in one of the last updates, else in the coming one."""
@@ -153,6 +152,11 @@ class WeightStore:
             self._corrector.show_backward()
         return module
 
+    def begin_action(self, *, completes_gradients: bool) -> None:
+        """`completes_gradients`: it is the last backward of its stage for the coming update, and the sums of
+        tied gradients start as soon as those are computed."""
+        self._ties.is_completing = completes_gradients
+
     def end_backward(self, version: int) -> None:
         """Notes that the whole backward of a microbatch on this version is done."""
         self._ran_on = version
@@ -167,32 +171,20 @@ class WeightStore:
         """Takes the gradients that the backwards have left for W(version), which is made once needed."""
         while self._pending and (self._pending[0].has_arrived or len(self._pending) == _MOST_PENDING):
             self._finish_first()
-        assert version == self.newest + len(self._pending) + 1, f"W{version} made after W{self.newest}"
+        assert version == self._coming, f"W{version} made after W{self.newest}"
         gradients = self._taken_gradients()
-        is_first = self._question is None and not self._uses_vary
-        if is_first:
-            self._question = UseQuestion(self._ties, gradients, self._device)
-        if self._sums is None and (is_first or self._uses_vary):
-            self._sums = self._new_sums(is_held=True)  # they start behind the question
-        if self._used_ties is not None:
-            late = sorted(t.name for t in self._ties if t.name in gradients.keys() - self._used_ties)
-            assert not late, f"{late[0]} has a gradient in W{version} for the first time: it is not added up"
-        assert self._sums is not None, "the first update is made before the third is given"
-        self._sums.close(gradients, self._empty_gradient)
+        sums, question = self._ties.close(version, gradients)
         pending = PendingUpdate(
             version,
             gradients,
-            self._sums,
-            self._question,
+            sums,
+            question,
             self._clipping,
             self._device,
             self.loss_scale(self._ran_on),
             may_overflow=self._loss_scale is not None,
         )
         self._pending.append(pending)
-        # On all ranks, the second update adds up all ties too: some may not have the answer by then.
-        is_known = is_first or self._uses_vary or self._used_ties is not None
-        self._sums = self._new_sums(is_held=version + 1 > self._sums_allowed) if is_known else None
         self.progress()
         while self._pending and not self._pending[0].can_wait:
             self._finish_first()
@@ -202,7 +194,7 @@ class WeightStore:
 
         It waits for other ranks only where they may wait for the version `needed`.
         """
-        may = self._sums_allowed if needed is None else max(self._sums_allowed, needed)
+        may = self._ties.allowed if needed is None else max(self._ties.allowed, needed)
         going = [pending for pending in self._pending if pending.version <= may]
         for pending in going:
             pending.start()
@@ -213,17 +205,17 @@ class WeightStore:
 
     def allow_sums(self, version: int) -> None:
         """Allows sums up to this version: all ranks come to them in the current call at the latest."""
-        self._sums_allowed = version
+        self._ties.allowed = version
         self.progress()
-        if self._sums is not None and self.newest + len(self._pending) < version:
-            self._sums.start()
+        if self._coming <= version:
+            self._ties.start()
 
     def complete_sums(self, version: int, *, finish: bool) -> None:
         """Completes the sums up to this version at the end of the call in which all ranks have come to them.
 
         Otherwise a rank could wait for another one's next call. `finish`: makes the versions too.
         """
-        self._sums_allowed = version
+        self._ties.allowed = version
         self.progress(needed=version)
         while finish and self._pending and self._pending[0].version <= version:
             self._finish_first()
@@ -238,8 +230,7 @@ class WeightStore:
         began_s = time.perf_counter()
         gradients = pending.finish()
         added_s = time.perf_counter()
-        if self._used_ties is None and not self._uses_vary:
-            self._use_only(pending.used)
+        self._ties.follow(pending.used, self._coming + 1)  # the pending one has been taken out
         source, target = self.newest % self.num_versions, pending.version % self.num_versions
         assert self._users[target] == 0, f"W{pending.version} overwrites weights that a microbatch needs"
         if source != target:
@@ -379,47 +370,3 @@ class WeightStore:
                 # Stashing with several microbatches an update: they may have begun on different versions.
                 taken[name] = taken[name] + gradient if name in taken else gradient
         return taken
-
-    def _watch_ties(self) -> None:
-        """Registers hooks that start the sum of a tied gradient when the last backward has completed it.
-
-        Where several stages of the rank use the parameter, its sum starts with the update.
-        """
-        for tied in self._ties:
-            for slot in self._slots:
-                uses = slot.parameters[tied.name]
-                if len(uses) == 1:
-                    uses[0].register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                        _offering(weakref.ref(self), tied.name)
-                    )
-
-    def _offer(self, name: str, parameter: Tensor) -> None:
-        if self._sums is None or not self.is_completing or parameter.grad is None or parameter.grad.is_sparse:
-            return
-        elsewhere = (slot.parameters[name][0] for slot in self._slots)
-        if all(use is parameter or use.grad is None for use in elsewhere):
-            self._sums.offer(name, parameter.grad)
-
-    def _use_only(self, used: frozenset[str]) -> None:
-        """Leaves parameters that no rank uses out of the sums, from the third update on."""
-        self._used_ties = used
-        self._buckets = in_buckets([tied for tied in self._ties if tied.name in used], self._aliases)
-        if self._sums is None:
-            coming = self.newest + len(self._pending) + 2  # the one at work has been taken out already
-            self._sums = self._new_sums(is_held=coming > self._sums_allowed)
-
-    def _new_sums(self, *, is_held: bool) -> GradientSums:
-        return GradientSums(self._buckets, self._aliases, counted=self._uses_vary, is_held=is_held)
-
-    def _empty_gradient(self, name: str) -> Tensor:
-        return torch.zeros_like(self._aliases[name], memory_format=torch.contiguous_format)
-
-
-def _offering(store: weakref.ref[WeightStore], name: str) -> Callable[[Tensor], None]:
-    """Returns a hook that holds the store weakly: Python cannot collect a cycle through autograd's hooks."""
-
-    def offer(parameter: Tensor) -> None:
-        if (alive := store()) is not None:
-            alive._offer(name, parameter)
-
-    return offer
