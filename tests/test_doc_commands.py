@@ -1,7 +1,7 @@
 """Every command that a document shows is run: as it stands, or with smaller figures (SMALLER).
 
-Those of benchmarks take four minutes by themselves, even so, and are run by `make test-slow`, as are all
-but one of those that stand for two machines.
+Those of benchmarks take four minutes by themselves, even so, and are run by `make test-slow`, as are those
+that stand for two machines.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ SMALLER = {
     "/shared/run": "run",
     "docs/": "",
 }
-# Benchmarks, and two machines that meet by other words, or for less, than those that train gpt_8.
-SLOW = re.compile(r"benchmarks/|srun |--rdzv-backend|--nnodes 2.*(pd2bw_fx probe|train\.py)")
+# Benchmarks, and what stands for two machines: test_docs.py and test_checkpoint.py train on two as well.
+SLOW = re.compile(r"benchmarks/|srun |--rdzv-backend|--nnodes 2")
 # A program's own, or a rank's; what torchrun logs of its agents' exit barrier has the log's prefix.
 TRACEBACK = re.compile(r"(?m)^(\[rank\d+\]: ?)?Traceback")
 ELSEWHERE = {

@@ -12,7 +12,7 @@ from pd2bw_fx import Pipeline, load, split
 from tests.drawn_modules import drawn_model, imported
 from tests.stages import ruff_faults
 
-NUM_MODELS = 24
+NUM_MODELS = 16
 
 
 INPUTS = torch.linspace(-1, 1, 32).view(4, 8), torch.linspace(1, 0, 32).view(4, 8)

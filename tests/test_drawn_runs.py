@@ -110,7 +110,7 @@ FAR = {  # stage 0 sends to stage 7 on the rank that sends from stage 3 to its o
 @given(drawn=runs())
 @example(drawn=FAR)
 @settings(
-    max_examples=30,
+    max_examples=20,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],

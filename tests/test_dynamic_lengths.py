@@ -20,7 +20,9 @@ def of_another_size(case: Case, shorter_by: int) -> dict[str, Tensor]:
     return {name: value[:, : value.shape[1] - shorter_by].contiguous() for name, value in wider.items()}
 
 
-@pytest.mark.parametrize("name", ["gpt", "hf-gpt2", "hf-llama", "hf-mistral"])
+@pytest.mark.parametrize(
+    "name", ["gpt", "hf-gpt2", "hf-llama", pytest.param("hf-mistral", marks=pytest.mark.slow)]
+)
 def test_stages_take_sequences_of_another_length_than_the_traced_one(name: str) -> None:
     model, inputs = built({case.name: case for case in CASES}[name])
     case = case_of(model, (), inputs, tracer="export-sequence")

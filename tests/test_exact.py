@@ -80,7 +80,10 @@ def _hugging_face(name: str) -> tuple[nn.Module, Callable[[int], Batch]]:
     ), _images
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "t5", "resnet"])
+@pytest.mark.parametrize(
+    "name",
+    ["gpt2", "bert", "llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("t5", "resnet"))],
+)
 def test_hugging_face_models_are_exact_in_training_mode_at_every_batch_size(name: str) -> None:
     torch.manual_seed(0)
     model, batch = _hugging_face(name)

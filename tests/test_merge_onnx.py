@@ -431,7 +431,7 @@ def hugging_face(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     return transformers.T5ForConditionalGeneration(config), {"input_ids": ids, "labels": ids}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5"])
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "t5"])
 def test_hugging_face_models_are_exported_and_merged_as_the_original_computes(
     name: str, tmp_path: Path
 ) -> None:

@@ -120,12 +120,13 @@ def check_alive(run: str, result: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("num_ranks", "num_runs", "links"),
-    [(2, 29, []), (2, 29, ["with_backend.py", "in-order"]), (3, 17, []), (4, 27, [])],
+    [(2, 29, []), (2, 15, ["with_backend.py", "in-order"]), (3, 17, []), (4, 27, [])],
 )
 def test_every_method_equals_a_reference_of_its_rule_and_holds_what_its_formula_says(
     num_ranks: int, num_runs: int, links: list[str], tmp_path: Path
 ) -> None:
-    finished = torchrun_of_forks(num_ranks, *links, "equals_methods.py", tmp_path / "result.json")
+    which = ["once"] if links else []  # that optimizers compute the same, the links before have shown
+    finished = torchrun_of_forks(num_ranks, *links, "equals_methods.py", tmp_path / "result.json", *which)
 
     assert finished.returncode == 0, finished.stderr
     result = json.loads((tmp_path / "result.json").read_text())

@@ -198,7 +198,7 @@ def test_a_time_or_a_link_that_means_never_loses_no_other_digits(
     assert found.bound_s <= best * (1 + 1e-12)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(case=cases(max_blocks=8), overlap=st.booleans())
 def test_no_other_planner_is_better(case: Any, overlap: bool) -> None:
     problem, cluster, num_stages = case

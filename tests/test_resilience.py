@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -202,6 +204,16 @@ def test_a_full_disk_leaves_torchrun_no_half_of_a_reason(tmp_path: Path) -> None
         tell_launcher(WorkerError("rank 1 failed"))
 
     assert not file.is_symlink()
+
+
+def test_a_rank_ends_though_whoever_reads_its_output_has_stopped() -> None:
+    program = (
+        "import sys\n"
+        "from pd2bw_fx.runtime.launcher import end_now\n"
+        "end_now(lambda: sys.stderr.write('rank 1 is silent\\n' * 100_000))\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, env=environment()) as rank:
+        assert rank.wait(timeout=60) == 1  # the pipe is full, and nobody empties it
 
 
 def test_torchruns_summary_has_the_lost_rank_even_if_torchrun_ends_the_others_at_once(tmp_path: Path) -> None:

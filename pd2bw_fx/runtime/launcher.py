@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,7 +21,7 @@ from pd2bw_fx.errors import WorkerError
 
 STARTED_BY = "PD2BW_FX_STARTED_BY"  # environment variable: the process that prints this rank's errors
 STARTED_HERE = "--started-here"  # tells a rank that its errors are printed by the process that started it
-_FLUSH_S = 1.0
+_TELLING_S = 2.0
 _LOOKING_S = 1.0  # between two looks at the parent
 
 
@@ -29,14 +29,20 @@ def is_under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def end_now() -> NoReturn:
+def end_now(tell: Callable[[], None] = lambda: None) -> NoReturn:
     """Ends this process without destructors, which may wait for peers in a torn process group.
 
-    What was printed is flushed first.
+    `tell` says why, and what was printed is flushed. They have a few seconds: whoever reads the output, or
+    the disk that a file is on, may have stopped.
     """
-    flushing = threading.Thread(target=_flush, daemon=True)  # a reader that has stopped would hold it up
-    flushing.start()
-    flushing.join(_FLUSH_S)
+
+    def last_words() -> None:
+        tell()
+        _flush()
+
+    telling = threading.Thread(target=last_words, daemon=True)
+    telling.start()
+    telling.join(_TELLING_S)
     os._exit(1)
 
 

@@ -271,10 +271,13 @@ class Watch:
 
     def _end_for(self, reason: str) -> None:
         told = f"{reason}\n(seen by {self._described(self._rank)}, {self._doing()})"
-        if STARTED_BY not in os.environ:
-            sys.stderr.write(f"WorkerError: {told}\n")
-        tell_launcher(WorkerError(told), is_first=True)
-        end_now()
+
+        def tell() -> None:
+            tell_launcher(WorkerError(told), is_first=True)
+            if STARTED_BY not in os.environ:
+                sys.stderr.write(f"WorkerError: {told}\n")
+
+        end_now(tell)
 
 
 def _wake(process: int) -> None:

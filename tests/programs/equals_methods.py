@@ -1,6 +1,8 @@
 """Run by torchrun: trains with every method and compares with a reference of the method's own rule.
 
-torchrun --nproc-per-node N equals_methods.py RESULT.json
+torchrun --nproc-per-node N equals_methods.py RESULT.json [once]
+
+once    each method once with each model, for what depends on the order of messages alone
 """
 
 import copy
@@ -83,6 +85,13 @@ def runs(n: int) -> Iterator[Run]:
         yield Run("1f1b replicas", "1f1b", 2, 4, replicas=(2, 2), options={"max_gradient_norm": 0.5})
 
 
+def once_each(every: Iterator[Run]) -> list[Run]:
+    first: dict[tuple[str, str], Run] = {}
+    for run in every:
+        first.setdefault((run.method, run.model), run)
+    return list(first.values())
+
+
 def corrected_runs(n: int) -> Iterator[Run]:
     for form in ("velocity", "weights"):
         yield Run(f"prediction {form}", "pb", n, 1, options={"corrections": [WeightPrediction(form)]})
@@ -154,9 +163,8 @@ def main() -> None:
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
-    gc.freeze()  # what was imported need not be looked through after each run
     results = {}
-    for run in runs(num_ranks):
+    for run in once_each(runs(num_ranks)) if "once" in sys.argv else runs(num_ranks):
         # A tied weight has one version in one process, and several in stages.
         model = model_for(run.model, tied=run.method not in ("pipedream", "pb", "pipemare"))
         pipe = None
@@ -168,6 +176,7 @@ def main() -> None:
             pipe = shared_rows_in_stages()
         elif rank == 0:
             pipe = pipeline_for(model, run.stages, run.chunks, "2bw", None)
+        gc.freeze()  # what there is by now need not be looked through after the run
         drawn = model.example_inputs(batch_size=UPDATES * 2 * run.m)  # type: ignore[operator]
         batches = list(zip(*(tensor.split(2 * run.m) for tensor in drawn), strict=True))
         engine = pd2bw_fx.Engine.from_pipeline(

@@ -44,16 +44,22 @@ def trained(pipe: pd2bw_fx.Pipeline, batch: tuple[torch.Tensor, ...], options: d
     return losses, {name: tensor.double().sum().item() for name, tensor in weights.items()}, sorted(held)
 
 
+@functools.cache
+def on_one(name: str) -> tuple[pd2bw_fx.Pipeline, tuple[torch.Tensor, ...]]:
+    torch.manual_seed(0)
+    model = build(name)
+    example = model.example_inputs()  # type: ignore[operator]
+    return pd2bw_fx.split(model, example, cluster=1, costs="analytic", check=False), example
+
+
 def main() -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     results = {}
     for name, (wishes, options) in CASES.items():
-        torch.manual_seed(0)
-        model = build("gpt" if name == "2bw" else "mlp")
-        example = model.example_inputs()  # type: ignore[operator]
+        traced, example = on_one("gpt" if name == "2bw" else "mlp")
         batch = tuple(torch.cat([tensor] * 4) for tensor in example)
-        pipe = pd2bw_fx.split(model, example, cluster=2, costs="analytic", check=False, **wishes)
+        pipe = pd2bw_fx.split(traced, cluster=2, costs="analytic", check=False, **wishes)
         found = [trained(pipe, batch, {**options, "device": "cpu"})]
         with Accelerator(), torch.device(DEVICE):  # as scripts set a default device
             found.append(trained(pipe, batch, {**options, "device": DEVICE}))
