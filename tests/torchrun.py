@@ -12,6 +12,11 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from torch.distributed.elastic.multiprocessing import api
+from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 
 from tests.forks import Fork
 
@@ -111,4 +116,29 @@ def environment(**more: str) -> dict[str, str]:
 def _torchrun(words: Sequence[str]) -> None:
     from torch.distributed.run import main
 
-    main(list(words[1:]))
+    with mock.patch.object(MultiprocessContext, "_start", _start_together):
+        main(list(words[1:]))
+
+
+_START = MultiprocessContext._start
+
+
+def _start_together(context: MultiprocessContext) -> None:
+    """Lets no rank begin before the last is forked.
+
+    A thread of torchrun looks up the address of each rank that connects to its store. A rank that is forked
+    meanwhile would find the C library's lock of that taken for ever.
+    """
+    reading, writing = os.pipe()
+    run = api._wrap
+
+    def run_later(*arguments: Any) -> None:
+        os.close(writing)
+        os.read(reading, 1)  # ends when nobody can write any more
+        os.close(reading)
+        run(*arguments)
+
+    with mock.patch.object(api, "_wrap", run_later):
+        _START(context)
+    os.close(writing)
+    os.close(reading)
