@@ -15,6 +15,7 @@ from pd2bw_fx.passes.partition.groups import groups_of
 from pd2bw_fx.passes.partition.search import search
 from pd2bw_fx.passes.solver import Status
 from pd2bw_fx.workload import Workload, WorkloadEdge, WorkloadNode
+from tests.slow import slow
 
 
 def branchy(seed: int, *, num_cpus: int) -> Workload:
@@ -50,7 +51,7 @@ def attention(num_layers: int) -> Workload:
 
 
 @pytest.mark.parametrize("num_cpus", [0, 1, 2])
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", [*range(25), *slow(range(25, 40))])
 def test_joined_by_dominance_the_optimum_is_that_of_all_placements(
     seed: int, num_cpus: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,7 +71,7 @@ def test_joined_by_dominance_the_optimum_is_that_of_all_placements(
 
 
 @pytest.mark.parametrize("num_cpus", [1, 2])
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", [*range(25), *slow(range(25, 40))])
 def test_joined_groups_never_exclude_a_placement_with_cpus(seed: int, num_cpus: int) -> None:
     workload = branchy(seed, num_cpus=num_cpus)
     objective = placement.plan_workload(workload).objective

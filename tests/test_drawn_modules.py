@@ -10,9 +10,10 @@ from torch import Tensor
 
 from pd2bw_fx import Pipeline, load, split
 from tests.drawn_modules import drawn_model, imported
+from tests.slow import slow
 from tests.stages import ruff_faults
 
-NUM_MODELS = 16
+NUM_MODELS = 24
 
 
 INPUTS = torch.linspace(-1, 1, 32).view(4, 8), torch.linspace(1, 0, 32).view(4, 8)
@@ -29,7 +30,7 @@ def loss(pipe: Pipeline) -> Tensor:
     return pipe.run(INPUTS)["loss"]
 
 
-@pytest.mark.parametrize("seed", range(NUM_MODELS))
+@pytest.mark.parametrize("seed", [*range(16), *slow(range(16, NUM_MODELS))])
 def test_stages_of_a_drawn_model(seed: int, tmp_path: Path) -> None:
     pipe = split_drawn(seed, tmp_path)
     pipe.save(tmp_path / "saved")

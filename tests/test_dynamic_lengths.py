@@ -11,6 +11,7 @@ from benchmarks.coverage import CASES, built
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.passes.codegen import generate
 from pd2bw_fx.passes.trace import trace
+from tests.slow import slow
 from tests.stages import Case, case_of, compared, planned, run_stages
 
 
@@ -20,9 +21,7 @@ def of_another_size(case: Case, shorter_by: int) -> dict[str, Tensor]:
     return {name: value[:, : value.shape[1] - shorter_by].contiguous() for name, value in wider.items()}
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt", "hf-gpt2", "hf-llama", pytest.param("hf-mistral", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["gpt", "hf-gpt2", "hf-llama", *slow(["hf-mistral"])])
 def test_stages_take_sequences_of_another_length_than_the_traced_one(name: str) -> None:
     model, inputs = built({case.name: case for case in CASES}[name])
     case = case_of(model, (), inputs, tracer="export-sequence")

@@ -19,6 +19,7 @@ from pd2bw_fx.models.vgg import VGG, VGGConfig
 from pd2bw_fx.passes.normalise import normalise
 from pd2bw_fx.passes.trace import trace
 from tests.exact import Batch, assert_same, double, graph_of
+from tests.slow import slow
 
 VOCABULARY = 61
 
@@ -82,7 +83,7 @@ def _hugging_face(name: str) -> tuple[nn.Module, Callable[[int], Batch]]:
 
 @pytest.mark.parametrize(
     "name",
-    ["gpt2", "bert", "llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("t5", "resnet"))],
+    ["gpt2", "bert", "llama", *slow(["t5", "resnet"])],
 )
 def test_hugging_face_models_are_exact_in_training_mode_at_every_batch_size(name: str) -> None:
     torch.manual_seed(0)

@@ -27,6 +27,7 @@ from pd2bw_fx.passes.profile import profile
 from pd2bw_fx.passes.trace import trace
 from pd2bw_fx.program import tensors
 from pd2bw_fx.stage import build_module
+from tests.slow import slow
 
 BY_NAME = {case.name: case for case in CASES}
 
@@ -51,7 +52,7 @@ SIBLINGS = (
     [
         "hf-gpt2", "hf-gpt2-mask", "hf-bert", "hf-llama", "hf-t5", "hf-resnet", "hf-roberta-mask",
         "hf-qwen3-mask", "hf-mixtral", "hf-swin", "hf-whisper", "hf-deberta-v2",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in SIBLINGS),
+        *slow(SIBLINGS),
     ],
 )  # fmt: skip
 def test_the_stages_train_as_the_model_does_bit_for_bit(name: str) -> None:

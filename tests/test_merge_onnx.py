@@ -32,6 +32,7 @@ from pd2bw_fx.passes.profile import profile
 from pd2bw_fx.passes.trace import trace
 from pd2bw_fx.program import tensors
 from pd2bw_fx.stage import StageProgram, build_module
+from tests.slow import slow
 
 
 @dataclass(frozen=True)
@@ -431,7 +432,7 @@ def hugging_face(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     return transformers.T5ForConditionalGeneration(config), {"input_ids": ids, "labels": ids}
 
 
-@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "t5"])
+@pytest.mark.parametrize("name", ["t5", *slow(["gpt2"])])
 def test_hugging_face_models_are_exported_and_merged_as_the_original_computes(
     name: str, tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ from pd2bw_fx.passes.partition.instance import evaluate
 from pd2bw_fx.passes.partition.search import search
 from pd2bw_fx.passes.solver import Status
 from pd2bw_fx.workload import Workload, WorkloadEdge, WorkloadNode
+from tests.slow import slow
 
 
 def fed(seed: int, *, num_cpus: int) -> Workload:
@@ -65,7 +66,7 @@ def tables(num_layers: int, *, num_cpus: int = 0) -> Workload:
 
 
 @pytest.mark.parametrize("num_cpus", [0, 1, 2])
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", [*range(25), *slow(range(25, 40))])
 def test_what_is_left_out_never_excludes_what_there_is(
     seed: int, num_cpus: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,7 +84,7 @@ def test_what_is_left_out_never_excludes_what_there_is(
 
 
 @pytest.mark.parametrize("num_cpus", [0, 1])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(12), *slow(range(12, 20))])
 def test_with_little_left_out_the_optimum_is_that_of_all_placements(
     seed: int, num_cpus: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

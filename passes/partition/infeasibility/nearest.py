@@ -3,7 +3,7 @@ plans."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,9 +25,8 @@ MORE_STAGES, RECOMPUTE = "more stages", 'recompute="auto"'
 
 @dataclass(frozen=True)
 class NearestChanges:
-    """lines           a line for each change that is enough by itself
-    unsettled       what could not be looked at, or not in the time: it may be enough too
-    """
+    """`lines` are changes that are enough, each by itself; there was no time to find out whether the
+    `unsettled` ones are."""
 
     lines: tuple[str, ...]
     unsettled: tuple[str, ...]
@@ -50,21 +49,27 @@ def nearest_changes(
         if more is not None:
             name = cluster.devices[device].name
             lines.append(f"{_rounded_up(more[0])} more on {name} ({_time(more[1])})")
-    if choices[0].recompute is False:
-        again = choices.changed(lambda instance: replace(instance, recompute="auto"))
+    looks: list[tuple[str, Callable[[], str | None]]] = [
+        (RECOMPUTE, lambda: _recomputed(choices, solver=solver, deadline=deadline)),
+        (MORE_STAGES, lambda: _fewest_stages_more(request, solver=solver, within=within)),
+    ]
+    for change, look in looks:
         try:
-            found = _searched(again, solver=solver, deadline=deadline)
+            line = look()
         except SolverError:
-            unsettled.append(RECOMPUTE)
-        else:
-            lines.extend([] if found is None else [f"{RECOMPUTE} ({_time(found)})"])
-    try:
-        more_stages = _fewest_stages_more(request, solver=solver, within=within)
-    except SolverError:
-        unsettled.append(MORE_STAGES)
-    else:
-        lines.extend([] if more_stages is None else [more_stages])
+            unsettled.append(change)
+            continue
+        if line is not None:
+            lines.append(line)
     return NearestChanges(tuple(lines), tuple(unsettled))
+
+
+def _recomputed(choices: Choices, *, solver: str, deadline: Deadline) -> str | None:
+    if choices[0].recompute is not False:
+        return None
+    again = choices.changed(lambda instance: replace(instance, recompute="auto"))
+    found = _searched(again, solver=solver, deadline=deadline)
+    return None if found is None else f"{RECOMPUTE} ({_time(found)})"
 
 
 def _fewest_stages_more(request: SearchRequest, *, solver: str, within: Deadline) -> str | None:
