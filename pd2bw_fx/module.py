@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import linecache
 import traceback
 from collections.abc import Iterator, Mapping
@@ -22,14 +23,26 @@ if TYPE_CHECKING:
 def build_module(program: StageProgram, tensors: Mapping[str, Tensor], *, copied: bool = True) -> nn.Module:
     """Returns the stage as a module in training mode, with weights from `tensors` (by name in the graph).
 
-    They are `copied`, or else share memory with `tensors`. The source is checked first and runs in a
-    namespace of its own; a traceback shows its lines. Raises PlanMismatchError for a source that is not a
-    stage's, weights that do not fit it, or an operator that nothing has registered.
+    They are `copied`, or else share memory with `tensors`. Raises PlanMismatchError for a source that is not
+    a stage's, weights that do not fit it, or an operator that nothing has registered.
     """
-    where = f"stage_{program.stage}.py"
+    return build_modules(program, tensors, 1, copied=copied)[0]
+
+
+def build_modules(
+    program: StageProgram, tensors: Mapping[str, Tensor], count: int, *, copied: bool = True
+) -> list[nn.Module]:
+    """Returns so many modules of one class, as `build_module` makes one; torch.compile compiles it once."""
+    made = _class_of(program)
+    return [_module_of(made, program, tensors, copied=copied) for _ in range(count)]
+
+
+def _class_of(program: StageProgram) -> type[nn.Module]:
+    """Runs the source, once it is checked, in a namespace of its own; a traceback shows its lines."""
+    where = _file_of(program)
     tree = check_source(program.source, where)
     require_operators(program)
-    filename = f"<{where} {abs(hash(program.source)):x}>"
+    filename = _name_of_source(program)
     linecache.cache[filename] = (len(program.source), None, program.source.splitlines(True), filename)
     namespace: dict[str, object] = {
         "__name__": f"stage_{program.stage}",
@@ -37,20 +50,38 @@ def build_module(program: StageProgram, tensors: Mapping[str, Tensor], *, copied
     }
     with _name_line_of_errors(where, filename):
         exec(compile(tree, filename, "exec"), namespace)
+    # torch.compile looks here for what torch's own functions use. Those of the stage keep what they had.
+    namespace["__builtins__"] = vars(builtins)
     made = namespace.get(program.class_name)
     if not isinstance(made, type) or not issubclass(made, nn.Module):
         raise PlanMismatchError(f"{where} defines no module class {program.class_name!r}")
+    return made
+
+
+def _module_of(
+    made: type[nn.Module], program: StageProgram, tensors: Mapping[str, Tensor], *, copied: bool
+) -> nn.Module:
+    where = _file_of(program)
     names = (*program.parameters, *program.buffers)
     missing = next((name for name in names if name not in tensors), None)
     if missing is not None:
         raise PlanMismatchError(f"{where} needs the tensor {missing!r}, and the weights do not have it")
     # The weights come from `tensors`: drawing random ones would be lost time.
-    with torch.device("meta"), _name_line_of_errors(where, filename):
+    with torch.device("meta"), _name_line_of_errors(where, _name_of_source(program)):
         module: nn.Module = made()
     own = {name: tensors[name].detach() for name in names}
     own = {name: tensor.clone() for name, tensor in own.items()} if copied else own
     _fill(module, program, own, where)
     return module.train()
+
+
+def _file_of(program: StageProgram) -> str:
+    return f"stage_{program.stage}.py"
+
+
+def _name_of_source(program: StageProgram) -> str:
+    """Returns the name that tracebacks find the source by; an edited source has another one."""
+    return f"<{_file_of(program)} {abs(hash(program.source)):x}>"
 
 
 @contextmanager

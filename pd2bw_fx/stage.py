@@ -10,10 +10,19 @@ from torch import Tensor, nn
 
 from pd2bw_fx.errors import PlanMismatchError
 from pd2bw_fx.graph import TensorSpec
-from pd2bw_fx.module import build_module, held_buffers, held_parameters, held_tensors
+from pd2bw_fx.module import build_module, build_modules, held_buffers, held_parameters, held_tensors
 from pd2bw_fx.units import counted
 
-__all__ = ["Port", "Stage", "StageProgram", "build_module", "held_buffers", "held_parameters", "held_tensors"]
+__all__ = [
+    "Port",
+    "Stage",
+    "StageProgram",
+    "build_module",
+    "build_modules",
+    "held_buffers",
+    "held_parameters",
+    "held_tensors",
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,7 @@ class TrainOptions:
     record: int = 8  # updates whose actions are in the metrics and the timeline
     replicas: int | None = None
     precision: Precision | None = None
+    compile: bool = False
 
 
 def start_processes(num_processes: int, arguments: Sequence[str]) -> None:
@@ -185,6 +186,7 @@ def run_training(
         method=options.method,
         replicas=options.replicas,
         precision=options.precision,
+        compile=options.compile,
         record=0 if options.metrics is None and options.trace is None else options.record,
     )
     with engine:

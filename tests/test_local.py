@@ -242,6 +242,15 @@ def test_an_option_that_cannot_be_is_refused_by_the_engine(
         ({"max_gradient_norm": -1.0}, "max_gradient_norm is -1.0; a number above 0 was expected"),
         ({"max_gradient_norm": "1"}, "max_gradient_norm is '1'; a number above 0 was expected"),
         ({"precision": "int8"}, "precision is 'int8'; None or 'bf16' or 'fp16' was expected"),
+        ({"compile": "yes"}, "compile is 'yes'; True, False or torch.compile's own options was expected"),
+        (
+            {"compile": {"mode": "fastest"}},
+            "torch.compile does not take compile={'mode': 'fastest'}: .*reduce",
+        ),
+        (
+            {"compile": {"mode": "reduce-overhead"}},
+            "compile={'mode': 'reduce-overhead'} makes CUDA graphs, which",
+        ),
         ({"backend": "mpi"}, "backend is 'mpi'; 'auto' or 'gloo' or 'nccl' was expected"),
         (
             {"backend": "nccl", "device": "cpu"},

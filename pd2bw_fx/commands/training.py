@@ -43,6 +43,7 @@ def add(commands: Any) -> None:
     )
     train.add_argument("--replicas", type=int, help="processes for each stage (default 1)")
     train.add_argument("--precision", choices=("bf16", "fp16"), help="compute under autocast")
+    train.add_argument("--compile", action="store_true", help="compile the stages (torch.compile)")
     train.add_argument(
         "--checkpoint",
         type=Path,

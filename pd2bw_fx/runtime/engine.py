@@ -93,6 +93,7 @@ class Engine:
             max_gradient_norm=options.max_gradient_norm,
             precision=options.precision,
             corrections=corrections,
+            compile_options=options.compile_options,
         )
         self.job = job = replace(job, tensors={})  # the weights are the store's now
         self._actions = ActionStream(job, synchronous_updates=synchronous_updates)
@@ -127,6 +128,7 @@ class Engine:
             self.device,
             groups=groups,
             precision=options.precision,
+            is_compiled=options.compile_options is not None,
             on_output=self._results.collect,
             before_waiting=self._results.send,
             recorder=self._recorder,
@@ -162,6 +164,9 @@ class Engine:
         - `precision` "bf16" or "fp16" computes under autocast and keeps the weights in their own type; "fp16"
           has a loss scale, like torch.amp.GradScaler's. A cast of the model's own that does nothing without
           autocast, such as `.float()` in float32, is in the stages if it does something under autocast.
+        - `compile` has torch.compile compile the stages, once for all weight versions: True, or its options
+          as a mapping, such as `{"mode": "max-autotune-no-cudagraphs"}`. A compiled stage draws (dropout) by
+          the microbatch and the stage, so a run repeats on the same stages only.
         - `method` and `microbatches_per_update` (of the whole update, over all replicas) are the plan's by
           default.
         - `slack` (2bw, 1f1b) lengthens the warm-up to (d - 1 - s)(1 + slack) forwards. With more microbatches

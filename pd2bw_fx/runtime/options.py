@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, Self, TypedDict
 
 import torch
+from torch import nn
 
 from pd2bw_fx.arguments import (
     make_plain,
@@ -42,6 +43,7 @@ class TrainingOptions(TypedDict, total=False):
     max_gradient_norm: float | None
     precision: Precision | None
     corrections: Sequence[Correction] | None
+    compile: bool | Mapping[str, Any]
     on_report: Callable[[UpdateReport], None] | None
     stop_at_nan: bool
     device: torch.device | str | None
@@ -74,6 +76,7 @@ class EngineOptions:
     max_gradient_norm: float | None = None
     precision: Precision | None = None
     corrections: Sequence[Correction] | None = None
+    compile: bool | Mapping[str, Any] = False
     on_report: Callable[[UpdateReport], None] | None = None
     stop_at_nan: bool = True
     device: torch.device | str | None = None
@@ -95,10 +98,36 @@ class EngineOptions:
         require_choice("backend", self.backend, "auto", "gloo", "nccl")
         if self.corrections is not None:
             require_kind("corrections", self.corrections, Sequence, "a sequence of corrections, or None,")
+        require_kind("compile", self.compile, (bool, Mapping), "True, False or torch.compile's own options")
+        if self.compile:
+            self._check_compile()
         if self.seed is not None:
             require_kind("seed", self.seed, int, "a whole number or None")
         require_whole_number("record", self.record, least=0)
         require_positive("timeout_s", self.timeout_s)
+
+    @property
+    def compile_options(self) -> Mapping[str, Any] | None:
+        """What torch.compile is called with; None: stages are not compiled."""
+        if isinstance(self.compile, Mapping):
+            return self.compile
+        return {} if self.compile else None
+
+    def _check_compile(self) -> None:
+        options = self.compile_options or {}
+        try:
+            torch.compile(nn.Identity(), **options)
+        except Exception as error:  # a TypeError, a RuntimeError or one of a backend's own
+            raise InputError(f"torch.compile does not take compile={self.compile!r}: {error}") from error
+        from torch._inductor import list_mode_options  # takes seconds to import, with torch._dynamo
+
+        of_mode = list_mode_options(options["mode"]) if options.get("mode") else {}
+        chosen = {**of_mode, **(options.get("options") or {})}
+        if chosen.get("triton.cudagraphs") or options.get("backend") == "cudagraphs":
+            raise InputError(
+                f"compile={self.compile!r} makes CUDA graphs, which write over what their last run gave out, "
+                'and here it is still in flight; try {"mode": "max-autotune-no-cudagraphs"}'
+            )
 
     @classmethod
     def of(cls, options: Mapping[str, Any], *others: str) -> Self:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from pd2bw_fx.actions import Kind
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.runtime.corrections import Correction, Corrector
 from pd2bw_fx.runtime.failure import name_peer_in_errors
@@ -44,14 +46,17 @@ def make_weights(
     max_gradient_norm: float | None,
     precision: Precision | None,
     corrections: Sequence[Correction],
+    compile_options: Mapping[str, Any] | None,
 ) -> WeightStore:
     """Makes the weight store. All ranks call this at the same time: those with the same parameters join
     groups.
 
-    Raises InputError for a precision or corrections that do not go with the method.
+    Raises InputError for a precision, corrections or compiling that do not go with the method.
     """
     rules, shape = job.work.rules, job.shape
     _check_precision(job, precision)
+    if compile_options is not None:
+        _check_backwards_are_whole(job)
     if corrections and rules.keeps_versions:
         raise InputError(
             f"corrections are made for methods that keep no weight versions (pb, pipemare); {job.method} does"
@@ -59,7 +64,7 @@ def make_weights(
     holders = {name: ranks for name, ranks in job.holders.items() if name in job.trainable}
     limit = math.inf if max_gradient_norm is None and precision == "fp16" else max_gradient_norm
     counts = {name: len(ranks) for name, ranks in holders.items()}
-    return WeightStore(
+    weights = WeightStore(
         job.programs,
         job.tensors,
         trainable=job.trainable,
@@ -74,6 +79,9 @@ def make_weights(
         loss_scale=LossScale() if precision == "fp16" else None,
         corrector=Corrector(corrections, delay_of(job)) if corrections else None,
     )
+    if compile_options is not None:
+        weights.compile(compile_options)
+    return weights
 
 
 def _check_precision(job: Job, precision: Precision | None) -> None:
@@ -81,6 +89,15 @@ def _check_precision(job: Job, precision: Precision | None) -> None:
         raise InputError(
             f"fp16 scales the loss by one number for a whole update, and an update of {job.method} has "
             "microbatches of several versions; use bf16"
+        )
+
+
+def _check_backwards_are_whole(job: Job) -> None:
+    cells = job.work.rules.order(job.shape, job.place, range(1), drain=True, empty_before=0)
+    if any(kind is Kind.INPUT_GRADIENT for kind, _, _ in cells):
+        raise InputError(
+            f"{job.method} computes each backward in two halves, and a compiled one is in one piece; leave "
+            "out compile, or train with another method, such as 1f1b"
         )
 
 
@@ -115,6 +132,7 @@ def make_runner(
     *,
     groups: Groups,
     precision: Precision | None,
+    is_compiled: bool,
     on_output: OnOutput,
     before_waiting: Callable[[], None],
     recorder: Recorder | None = None,
@@ -141,6 +159,7 @@ def make_runner(
                 weights,
                 device=device,
                 precision=None if precision is None else _DTYPES[precision],
+                is_compiled=is_compiled,
                 on_output=on_output,
             )
             for program in job.programs

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from pd2bw_fx.stage import StageProgram, build_module, held_buffers, held_parameters
+from pd2bw_fx.stage import StageProgram, build_modules, held_buffers, held_parameters
 
 # Which kernel runs, and with it the last bit of a sum, may depend on alignment; this one is torch's own.
 _ALIGNMENT_BYTES = 64
@@ -85,7 +85,8 @@ class Slots:
         # What is trained is copied only once, into the flat memory: making an engine takes no more memory
         # than training.
         local = {name: tensor if name in trainable else tensor.clone() for name, tensor in local.items()}
-        trees = [{p.stage: build_module(p, local, copied=False) for p in programs} for _ in range(count)]
+        built = {p.stage: build_modules(p, local, count, copied=False) for p in programs}
+        trees = [{stage: modules[slot] for stage, modules in built.items()} for slot in range(count)]
         held: dict[str, nn.Parameter] = {}
         for program in programs:
             held |= held_parameters(program, trees[0][program.stage])

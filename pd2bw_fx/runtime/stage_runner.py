@@ -85,7 +85,8 @@ class _InFlight:
 class StageRunner:
     """The links, weights and microbatches in flight of one stage.
 
-    `precision` is the type that autocast computes in; None is no autocast.
+    `precision` is the type that autocast computes in; None is no autocast. `is_compiled`: torch.compile has
+    compiled the module.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class StageRunner:
         *,
         device: torch.device,
         precision: torch.dtype | None,
+        is_compiled: bool = False,
         on_output: OnOutput,
     ) -> None:
         self.program = program
@@ -104,7 +106,8 @@ class StageRunner:
         self.weights = weights
         self.device = device
         self.training = True
-        self.draws = Draws(program.stage, program.draws, device)
+        # A compiled stage calls no operator that could be told from the others: it draws as a whole.
+        self.draws = Draws(program.stage, () if is_compiled else program.draws, device)
         self._stage = program.stage
         self._loss = job.loss
         self._version_of_loss = functools.partial(
@@ -115,6 +118,7 @@ class StageRunner:
         self._share = 1.0 / job.microbatches_per_update
         self._loss_gradient: tuple[float, Tensor] | None = None
         self._precision = precision
+        self._is_compiled = is_compiled
         self._on_output = on_output
         self._in_flight: dict[int, _InFlight] = {}
         self._is_reached: dict[str, bool] = {}  # inputs that a backward has left without a gradient
@@ -176,8 +180,12 @@ class StageRunner:
         if again:
             kept.state = self._written.before(module)
         as_before = {} if self.training else self._kept_in_evaluation(module)
-        with torch.set_grad_enabled(self.training and not again), self._drawing(action.microbatch):
+        # Compiled without gradients it might draw other numbers than when it runs again.
+        with_graph = self.training and (self._is_compiled or not again)
+        with torch.set_grad_enabled(with_graph), self._drawing(action.microbatch):
             produced = self._run(module, kept)
+        if again and with_graph:
+            produced = {value: tensor.detach() for value, tensor in produced.items()}
         with torch.no_grad():
             for tensor, before in as_before.items():
                 tensor.copy_(before)

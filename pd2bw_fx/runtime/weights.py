@@ -22,6 +22,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -111,6 +112,12 @@ class WeightStore:
         self._optimizer = RankOptimizer(self._aliases, everywhere, optimizer, scheduler, parameter_options)
         if self._corrector is not None and self._optimizer.optimizer is not None:
             self._corrector.check(self._optimizer.optimizer)
+
+    def compile(self, options: Mapping[str, Any]) -> None:
+        """Has torch.compile compile the stages' modules, each in its first calls."""
+        for slot in self._slots:
+            for module in slot.modules.values():
+                module.compile(**options)
 
     @property
     def _coming(self) -> int:

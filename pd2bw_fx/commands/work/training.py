@@ -66,6 +66,7 @@ def train(options: argparse.Namespace) -> int:
             record=options.record,
             replicas=options.replicas,
             precision=options.precision,
+            compile=options.compile,
         ),
         console=Console(quiet=not is_first),
     )
