@@ -39,9 +39,11 @@ Batch = tuple[Tensor, ...]
 Update = Callable[[], Any]
 
 
-def make_engine(pipe: pd2bw_fx.Pipeline | None, method: str, m: int) -> pd2bw_fx.Engine:
+def make_engine(
+    pipe: pd2bw_fx.Pipeline | None, method: str, m: int, *, is_compiled: bool = False
+) -> pd2bw_fx.Engine:
     return pd2bw_fx.Engine.from_pipeline(
-        pipe, optimizer=OPTIMIZER, microbatches_per_update=m, method=method, silence_s=0
+        pipe, optimizer=OPTIMIZER, microbatches_per_update=m, method=method, silence_s=0, compile=is_compiled
     )
 
 
@@ -120,9 +122,12 @@ class TorchStage(nn.Module):
         return given if given.dim() else given.reshape(1)  # outputs are concatenated
 
 
-def torch_pipeline(kind: Any, job: Job, batch: Batch, m: int) -> Update:
+def torch_pipeline(kind: Any, job: Job, batch: Batch, m: int, *, is_compiled: bool = False) -> Update:
     """A schedule of torch's on this rank's stages, of which interleaved ones have several."""
     modules = [TorchStage(program, job) for program in job.programs]
+    if is_compiled:
+        for module in modules:
+            module.stage.compile()
     optimizer = OPTIMIZER([p for module in modules for p in module.parameters()])
     last = job.shape.num_stages - 1
     stages = [

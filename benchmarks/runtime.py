@@ -3,7 +3,8 @@
     python benchmarks/runtime.py [--processes 2] [--microbatches 2 4 8] [--rounds 4] [--vocabulary 512]
         [--plot FILE] [-o FILE]
 
-20 minutes for all; --only bound "torch 1F1B" takes a few.
+20 minutes for all; --only bound "torch 1F1B" takes a few. --only "2bw compiled" "torch 1F1B compiled" has
+torch.compile compile the same stages for both, which takes a minute more.
 
 Every process has one thread. In each round every contender trains the same number of updates, and 2BW does so
 before and after each of them: what counts is a contender's time over 2BW's right beside it, so that drift of
@@ -65,7 +66,10 @@ RATIOS = (
     ("1f1b", "torch 1F1B"),
     ("gpipe", "torch GPipe"),
     ("interleaved", "torch interleaved"),
+    ("2bw compiled", "2bw"),
+    ("2bw compiled", "torch 1F1B compiled"),
 )
+ONLY_IF_NAMED = ("2bw compiled", "torch 1F1B compiled")
 WARM_UP = 1  # updates of a turn before the clock starts
 Times = dict[str, list[float]]
 Clock = Callable[[list[float]], float]  # what the processes' seconds count as
@@ -114,7 +118,8 @@ def work(options: argparse.Namespace) -> None:
         if m >= num_ranks:
             engines: list[pd2bw_fx.Engine] = []
             makers = contenders(whole, chunks, model, m, engines)
-            made = {n: make() for n, make in makers.items() if n in (options.only or makers) or n == "2bw"}
+            wanted = {"2bw", *(options.only or (n for n in makers if n not in ONLY_IF_NAMED))}
+            made = {name: make() for name, make in makers.items() if name in wanted}
             seconds, beside, stages = measured(made, options.rounds, options.updates, CLOCKS[options.clock])
             runs.append({"microbatches": m, "seconds": seconds, "over 2bw": beside, "stages": stages})
             for engine in engines:
@@ -136,13 +141,14 @@ def contenders(
 ) -> dict[str, Callable[[], Contender]]:
     batch = model.example_inputs(batch_size=MICROBATCH * m)
 
-    def ours(pipe: pd2bw_fx.Pipeline | None, method: str) -> Contender:
-        engine = make_engine(pipe, method, m)
+    def ours(pipe: pd2bw_fx.Pipeline | None, method: str, **options: bool) -> Contender:
+        engine = make_engine(pipe, method, m, **options)
         engines.append(engine)
         return functools.partial(engine.step, batch), engine.flush
 
-    def theirs(kind: Any, pipe: pd2bw_fx.Pipeline | None, method: str) -> Contender:
-        return torch_pipeline(kind, with_weights(make_engine(pipe, method, m)), batch, m), nothing
+    def theirs(kind: Any, pipe: pd2bw_fx.Pipeline | None, method: str, **options: bool) -> Contender:
+        job = with_weights(make_engine(pipe, method, m))
+        return torch_pipeline(kind, job, batch, m, **options), nothing
 
     def alone(compute: Callable[..., Update]) -> Contender:
         return compute(with_weights(make_engine(whole, "2bw", m)), batch, m), nothing
@@ -152,6 +158,10 @@ def contenders(
     }
     for name, compute in (("bound", bound), ("without messages", without_messages)):
         made[name] = functools.partial(alone, compute)
+    made["2bw compiled"] = functools.partial(ours, whole, "2bw", is_compiled=True)
+    made["torch 1F1B compiled"] = functools.partial(
+        theirs, PLAIN_PEERS["torch 1F1B"], whole, "1f1b", is_compiled=True
+    )
     for name, kind in PLAIN_PEERS.items():
         made[name] = functools.partial(theirs, kind, whole, "1f1b")
     if m % dist.get_world_size() == 0:
