@@ -68,9 +68,10 @@ class DownSets:
         self.words = _words(self.member)  # (words, sets)
         self.counts = _counts(self.member, instance)  # (nets, sets): members of a net in the set
         self.sizes = np.array([len(net.members) for net in instance.nets], dtype=np.int64)
-        partly = (self.counts > 0) & (self.counts < self.sizes[:, None])
+        self._partly = partly = (self.counts > 0) & (self.counts < self.sizes[:, None])
         self.crossing = [np.flatnonzero(column) for column in partly.T]
         self.tables = [_Table(kind, self.member, partly) for kind in self.kinds]
+        self._sums: dict[tuple[bool, bytes], Floats] = {}
         self.up_to_s: Floats = np.maximum.accumulate(self.tables[0].work_s)
         self.rate = _rate(self.kinds)
 
@@ -95,6 +96,20 @@ class DownSets:
 
     def __len__(self) -> int:
         return int(self.member.shape[0])
+
+    def of_nodes(self, each: Floats) -> Floats:
+        """Returns the sum over each set's nodes. Other orders of the devices ask for most sums again."""
+        key = True, each.tobytes()
+        if key not in self._sums:
+            self._sums[key] = self.member @ each
+        return self._sums[key]
+
+    def of_crossing(self, each: Floats) -> Floats:
+        """Returns the sum over the nets that are partly in each set."""
+        key = False, each.tobytes()
+        if key not in self._sums:
+            self._sums[key] = each @ self._partly
+        return self._sums[key]
 
     def chain_within(self, target_s: float, deadline: Any) -> Chain | None:
         """Returns an assignment with no stage over the target, or None, which proves that there is none.

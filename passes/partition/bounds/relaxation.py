@@ -32,19 +32,23 @@ def is_refuted(instance: Instance, sets: DownSets, target_s: float, deadline: An
         room = sum(rates[stage + 1 :]) * target_s * _SLACK
         useful = unit >= unit[-1] - room
         grown = reached & useful if instance.may_be_empty else np.zeros(len(sets), dtype=bool)
-        for count, at in enumerate(np.flatnonzero(reached).tolist()):
+        wanted = useful & ~grown
+        # The largest sets reach the farthest ones, and leave the fewest to ask about to those before them.
+        for count, at in enumerate(np.flatnonzero(reached)[::-1].tolist()):
             if count % 64 == 0 and deadline.left_s == 0:
                 raise OutOfTime
-            near = _near(sets, at, useful, unit, target_s * rates[stage] * _SLACK)
-            grown[table.within(at, near[~grown[near]], target_s)] = True
+            near = _near(sets, at, wanted, unit, target_s * rates[stage] * _SLACK)
+            if len(near):
+                found = table.within(at, near, target_s)
+                grown[found], wanted[found] = True, False
         reached = grown
     return not bool(reached[-1])
 
 
-def _near(sets: DownSets, at: int, useful: Flags, unit: Floats, room: float) -> Integers:
-    """Returns the larger sets that are near enough for one stage; sets are in the order of `unit`."""
+def _near(sets: DownSets, at: int, wanted: Flags, unit: Floats, room: float) -> Integers:
+    """Returns the wanted larger sets that are near enough for one stage; sets are in the order of `unit`."""
     end = int(np.searchsorted(unit, unit[at] + room, side="right"))
-    near = at + 1 + np.flatnonzero(useful[at + 1 : end])
+    near = at + 1 + np.flatnonzero(wanted[at + 1 : end])
     for word, own in zip(sets.words, sets.words[:, at], strict=True):
         if own:
             near = near[(word[near] & own) == own]
@@ -68,20 +72,19 @@ class _Stage:
         self.instance = instance
         self.sets = sets
         self.stage = stage
-        self.work_s: Floats = sets.member @ instance.work_s[stage]
-        self.again_s: Floats = sets.member @ instance.again_s[stage]
+        self.work_s = sets.of_nodes(instance.work_s[stage])
+        self.again_s = sets.of_nodes(instance.again_s[stage])
         # Where gradients wait, they are left out: less than the stage holds, which a relaxed rule may say.
         waiting = instance.gradient_bytes if instance.gradients_wait[stage] else 0.0
-        self.static: Floats = sets.member @ (instance.static_bytes[stage] - waiting)
-        self.saved: Floats = sets.member @ instance.saved_bytes
+        self.static = sets.of_nodes(instance.static_bytes[stage] - waiting)
+        self.saved = sets.of_nodes(instance.saved_bytes)
         closed = np.zeros(instance.num_nodes) if instance.forbidden is None else instance.forbidden[stage]
-        self.barred: Floats = sets.member @ closed.astype(np.float64)
+        self.barred = sets.of_nodes(closed.astype(np.float64))
         costs = instance.cost_s[:, stage]
         nothing = np.zeros(len(instance.nets))
         self.receive_s = costs[:, :stage].min(axis=1) if stage else nothing
         self.send_s = costs[:, stage + 1 :].min(axis=1) if stage + 1 < instance.num_stages else nothing
-        partly = (sets.counts > 0) & (sets.counts < sets.sizes[:, None])
-        self.cut_s: Floats = self.send_s @ partly
+        self.cut_s = sets.of_crossing(self.send_s)
 
     def within(self, at: int, sets: Integers, target_s: float) -> Integers:
         """Returns those of the sets that this stage can reach from set `at` within the target."""
