@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pd2bw_fx import split
+from pd2bw_fx import Constraints, split
 
 
 def _tried_out(model: nn.Module, folder: Path, *inputs: Tensor) -> str:
@@ -178,3 +178,33 @@ def test_a_function_called_as_an_imported_class_and_an_input_called_as_the_stage
 
     assert "class OrderedDict(" not in source
     assert "    DoubledStage0_2 = torch.rand(2, 4)" in source
+
+
+class _Mixer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(20, 4)
+
+    def forward(self, parts: list[Tensor]) -> Tensor:
+        return self.layer(torch.cat(parts, 1)).square().mean()
+
+
+class _Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(4, 4) for _ in range(5)).requires_grad_(False)
+        self.mixer = _Mixer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mixer([part(x) for part in self.parts])
+
+
+def test_a_frozen_stage_of_many_results_is_tried_out_without_a_backward(tmp_path: Path) -> None:
+    constraints = Constraints(stage_of={"parts": 0, "mixer": 1})
+    options = {"cluster": 2, "num_stages": 2, "costs": "analytic", "constraints": constraints}
+    pipe = split(_Frozen(), (torch.randn(2, 4),), **options)
+
+    assert "results = stage(x)" in pipe.stages[0].source
+    file = tmp_path / "stage_0.py"
+    file.write_text(pipe.stages[0].source)
+    runpy.run_path(str(file), run_name="__main__")

@@ -208,7 +208,8 @@ def _run(call: str, outputs: Sequence[Port], taken: set[str]) -> Iterator[str]:
     # A backward needs a real number.
     real = ".abs()" if any(port.spec.dtype.is_complex for port in outputs) else ""
     if len(outputs) > _MOST_NAMED:
-        yield f"    sum(result{real}.sum() for result in results if result.requires_grad).backward()"
+        if any(port.spec.requires_grad for port in outputs):
+            yield f"    sum(result{real}.sum() for result in results if result.requires_grad).backward()"
     else:
         trained = [n for n, port in zip(names, outputs, strict=True) if port.spec.requires_grad]
         if trained == names and len(names) == 1 and outputs[0].spec.example_shape == ():
