@@ -399,33 +399,3 @@ def test_names_of_classes_values_and_functions_do_not_meet() -> None:
         pipe = pd2bw_fx.split(model, batch(4)[:1], cluster=1, costs="analytic")
         assert pipe.verify(model).exact
         assert "boom()" not in pipe.stages[0].source
-
-
-class Paired(torch.autograd.Function):
-    """Lays out both operands by the batch of the first one, as the parallel scan of Mamba does."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
-        ctx.save_for_backward(x, y)
-        rows = x.shape[0]
-        return (x.view(rows, 2, -1) * y.view(rows, 2, -1)).view(rows, -1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        x, y = ctx.saved_tensors
-        return gradient * y * 2, gradient * x
-
-
-def test_sizes_that_are_equal_in_the_model_are_so_in_the_function() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-
-        def forward(self, x: Tensor) -> Tensor:
-            result: Tensor = Paired.apply(self.first(x), self.second(x))
-            return result.square().mean()
-
-    model = model_of(Model)
-    pipe = pd2bw_fx.split(model, batch(4)[:1], cluster=1, costs="analytic")
-    assert pipe.verify(model, example={"x": batch(7)[0]}).exact

@@ -7,14 +7,12 @@ import warnings
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributions import Dirichlet
 from torch.export import Dim
 
 from pd2bw_fx.passes.trace.torch_messages import (
     BATCH_NAME,
     BATCH_VIOLATED,
-    MIXED_FAKE_MODES,
     RULE_REPLACED,
     SAMPLE_DIRICHLET,
     SUGGESTED_FIXES,
@@ -50,16 +48,6 @@ class Remembers(nn.Module):
 def test_a_tensor_that_a_forward_assigns_is_warned_of() -> None:
     with pytest.warns(UserWarning, match=f"^{TENSOR_ASSIGNED}"):
         exported(Remembers(), torch.ones(4, 3))
-
-
-def test_operands_of_two_fake_modes_are_refused() -> None:
-    with FakeTensorMode() as one:
-        x = one.from_tensor(torch.ones(3))
-    with FakeTensorMode() as other:
-        y = other.from_tensor(torch.ones(3))
-
-    with pytest.raises(Exception, match=f"^{MIXED_FAKE_MODES}"):
-        x + y
 
 
 def test_a_derivative_without_gradients_is_refused() -> None:

@@ -16,9 +16,6 @@ BATCH_NAME = "batch"
 # How the warning of a tensor that a forward assigns to its module begins. Not found: users see the warning.
 TENSOR_ASSIGNED = "The tensor attribute"
 
-# How the error of an operator begins that has operands of two fake modes. Not found: its own words are shown.
-MIXED_FAKE_MODES = "Mixing fake modes"
-
 # The operator that draws from a Beta or Dirichlet. Not found: the error has the usual advice.
 SAMPLE_DIRICHLET = "_sample_dirichlet"
 

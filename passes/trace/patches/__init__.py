@@ -7,12 +7,14 @@ needs them.
     while_tracing         all patches of a trace by torch.export, in their order
     batch_rules           rules for vmap that keep the batch size open, in place of torch's own
     below_autograd        trace what a map differentiates below autograd
+    checked_values        assert what `torch._check_tensor_all` checks
     checkpointing         leave the model's own activation checkpointing out
     compared_numbers      numbers from `item` that report how comparisons of them come out
     compiling             choose what torch.compiler.is_compiling() answers to the model
     conditions            record conditions on values in a run, and assume them in a trace
     constants             compute what follows from constants alone
-    custom_functions      keep custom autograd functions whole (with `joint_graph`, `function_constants`)
+    custom_functions      keep custom autograd functions whole (with `joint_graph`, `function_constants`,
+                          `given_tensors`)
     derivatives           trace what a forward differentiates, and name the line if that fails
     detached_data         read `tensor.data` as `tensor.detach()`
     fixed_buffers         take whole numbers that a layer keeps in buffers for the constants that they are

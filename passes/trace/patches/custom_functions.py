@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import _SingleLevelFunction
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
@@ -30,10 +31,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from pd2bw_fx.custom_function import CustomFunction, as_operator, draws
 from pd2bw_fx.errors import TraceError
 from pd2bw_fx.passes.trace.source_lines import one_line
-from pd2bw_fx.passes.trace.torch_messages import MIXED_FAKE_MODES
 
 from .detached_data import DataIsDetached
 from .function_constants import write_out_constants
+from .given_tensors import OnlyGivenTensors
 from .joint_graph import Halves
 
 
@@ -117,7 +118,7 @@ def _call(cls: Any, args: Sequence[Any], names: _Names) -> Any:
         raise found
     raise TraceError(
         f"the model calls the custom autograd function {cls.__module__}.{cls.__qualname__}, whose forward "
-        f"and backward cannot be traced: {_reason(found)}. Write its forward with differentiable torch "
+        f"and backward cannot be traced: {one_line(found)}. Write its forward with differentiable torch "
         "operators (then no backward is needed), register it with torch.library.custom_op and "
         "register_autograd, or have the module that calls it, with all weights that it reads, run as it is "
         "written: pd2bw_fx.untraced(module, returns=..)"
@@ -150,7 +151,7 @@ def _traced(cls: Any, args: Sequence[Any], names: _Names) -> _TracedFunction | E
         if open_sizes is _OpenSizes.NONE and failed is not None and _has_open_sizes(args):
             return _FixedSizeError(
                 f"the custom autograd function {cls.__module__}.{cls.__qualname__} can be traced at the "
-                f"example's sizes alone: {_reason(failed)}"
+                f"example's sizes alone: {one_line(failed)}"
             )
         return found
     assert failed is not None
@@ -160,12 +161,6 @@ def _traced(cls: Any, args: Sequence[Any], names: _Names) -> _TracedFunction | E
 def _has_open_sizes(args: Sequence[Any]) -> bool:
     tensors = (value for value in args if isinstance(value, Tensor))
     return any(isinstance(extent, torch.SymInt) for tensor in tensors for extent in tensor.shape)
-
-
-def _reason(error: Exception) -> str:
-    if str(error).startswith(MIXED_FAKE_MODES):  # of the model's trace and of the function's
-        return "it reads weights that it is not given, as those of a module among its arguments"
-    return one_line(error)
 
 
 class _FixedSizeError(ValueError):
@@ -183,8 +178,8 @@ class _OpenSizes(Enum):
 class _Context:
     """The `ctx` that a function's forward and backward get."""
 
-    def __init__(self, args: Sequence[Any]) -> None:
-        self.needs_input_grad = tuple(isinstance(v, Tensor) and v.requires_grad for v in args)
+    def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
+        self.needs_input_grad = needs_input_grad
         self.saved_tensors: tuple[Any, ...] = ()
         self.not_differentiable: tuple[Tensor, ...] = ()
 
@@ -211,7 +206,8 @@ class _Traced:
         self.symbols: dict[Any, Any] = {}  # the function's symbols, by the model's
         self.has_setup = cls.setup_context is not _SingleLevelFunction.setup_context
         self.places = [place for place, value in enumerate(args) if isinstance(value, Tensor)]
-        self.context = _Context(args)
+        self.needs_input_grad = tuple(isinstance(v, Tensor) and v.requires_grad for v in args)
+        self.context = _Context(self.needs_input_grad)
         # It writes to its operands without telling autograd: scratch memory, which nobody reads.
         self.writes = False
         self.returns_tuple = False
@@ -225,14 +221,19 @@ class _Traced:
 
     def function(self, names: _Names) -> CustomFunction:
         shapes = ShapeEnv(duck_shape=False)  # two sizes that are equal here need not be so elsewhere
-        with torch.no_grad(), FakeTensorMode(shape_env=shapes), DataIsDetached():
+        # A function may keep tensors of numbers from an earlier call, which are no fake ones.
+        mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
+        # Without the dispatcher, operators of C++ would have to compute sizes, and take numbers alone.
+        dispatcher: Any = enable_python_dispatcher()
+        with torch.no_grad(), mode, dispatcher, DataIsDetached():
             tensors = [self._without_data(place, shapes) for place in self.places]
-            versions = [tensor._version for tensor in tensors]
-            gradients = [torch.empty_like(result) for result in self._forward(tensors)]
-            self.writes = [tensor._version for tensor in tensors] != versions
-            joint = make_fx(
-                self._joint, tracing_mode="symbolic", pre_dispatch=True, record_stack_traces=True
-            )(*tensors, *gradients)
+            with OnlyGivenTensors(mode):
+                versions = [tensor._version for tensor in tensors]
+                gradients = [torch.empty_like(result) for result in self._forward(tensors)]
+                self.writes = [tensor._version for tensor in tensors] != versions
+                joint = make_fx(
+                    self._joint, tracing_mode="symbolic", pre_dispatch=True, record_stack_traces=True
+                )(*tensors, *gradients)
         self._require_open(shapes)
         self.constants = write_out_constants(joint, self.early)
         _require_operators(joint.graph)
@@ -251,7 +252,7 @@ class _Traced:
         given_args = list(self.args)
         for place, tensor in zip(self.places, tensors, strict=True):
             given_args[place] = tensor.clone() if self.writes else tensor
-        self.context = _Context(self.args)
+        self.context = _Context(self.needs_input_grad)
         if self.has_setup:
             returned = self.cls.forward(*given_args)
             self.cls.setup_context(self.context, tuple(given_args), returned)
