@@ -57,6 +57,7 @@ def test_the_report_names_the_line_that_fixes_the_batch_size() -> None:
     report = trace(Even(), (torch.randn(6, 4),)).report
 
     assert report.tracer == "export-static"
+    assert [attempt.tracer for attempt in report.attempts] == ["export"]  # no values are asked for
     assert any("x.shape[0] == 6" in note and "fixes it" in note for note in report.notes)
 
 

@@ -6,7 +6,7 @@
 2. `export-as-example`: the same for a model that asks for the values of tensors in Python, if they are
    constants, if it asks in order to assert something or to raise an error, or if a layer of torch's asks;
    on request, whatever depends on them. See `patches/conditions.py`.
-3. `export-static`: as the first one, at the example's sizes alone, with a note that says so.
+3. `export-static`: as these two, at the example's sizes alone, with a note that says so.
 4. `fx`: `torch.fx` symbolic tracing; the only one where there are no example inputs.
 
 `export-sequence`, on request, is tried before these: `export` with the length of token sequences open too.
@@ -34,6 +34,7 @@ its draft mode finds them.
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -71,7 +72,7 @@ from .inputs import (
     without_cache,
 )
 from .notes import notes_of
-from .patches.conditions import UnseenChoiceError
+from .patches.conditions import Conditions, UnseenChoiceError
 from .program import Program
 from .source_lines import one_line
 from .symbolic import writes_in_place
@@ -81,10 +82,13 @@ __all__ = ["find_example_inputs", "trace"]
 _FRONT_ENDS: dict[str, tuple[str, ...]] = {
     "auto": ("export", "export-as-example", "export-static", "fx"),
     "export": ("export", "export-static"),
-    "export-as-example": ("export", "export-as-example"),
+    "export-as-example": ("export", "export-as-example", "export-static"),
     "fx": ("fx",),
     "export-sequence": ("export-sequence", "export", "export-static"),
 }
+
+_ASSUMING = ("export-as-example", "export-static")  # front ends that go the example's way
+_ALLOWING = ("auto", "export-as-example")  # requests that allow it, the first one for checks alone
 
 _NO_CONDITIONS = (
     "no condition on values was met on the example inputs (of numbers that int() or float() has made none is "
@@ -242,13 +246,17 @@ def _tried(ways: Sequence[_Way], request: _Request) -> _Outcome:
 def _first_that_works(front_ends: Sequence[str], flat: FlatArguments, request: _Request) -> _Outcome:
     failures: list[_Failure] = []
     program = request.program(flat)
+    met = functools.cache(lambda: conditions_of(request.program(flat)))
     outside = sys.exc_info()[1]
     for name in front_ends:
         program = request.program(flat)
         if name == "fx" and any(isinstance(error, UnseenChoiceError) for _, error in failures):
             continue
+        if name == "export-static" and failures and may_be_allowed(failures[-1]):
+            failures.append((name, failures[-1][1]))  # it would be asked for the same values
+            continue
         try:
-            traced = _attempt(name, program, request)
+            traced = _attempt(name, program, request, met)
             if traced is not None:
                 outcome = _Outcome(program, traced, tuple(failures))
                 return _asserted(outcome, flat, request) or outcome
@@ -264,15 +272,16 @@ def _first_that_works(front_ends: Sequence[str], flat: FlatArguments, request: _
     return _Outcome(program, None, tuple(failures))
 
 
-def _attempt(name: str, program: Program, request: _Request) -> Traced | None:
+def _attempt(name: str, program: Program, request: _Request, met: Callable[[], Conditions]) -> Traced | None:
     """Traces the program by one front end, and raises whatever stops it.
 
-    Returns None for `export-as-example` where the example meets no condition that could be assumed.
+    `met` returns the conditions that the model meets on the example. Returns None for `export-as-example`
+    where there is none that could be assumed.
     """
     conditions = program.options.conditions
-    if name == "export-as-example":
-        conditions = program.options.conditions = conditions_of(program)
-        if not conditions.are_any:
+    if name in _ASSUMING and request.tracer in _ALLOWING:
+        conditions = program.options.conditions = met()
+        if name == "export-as-example" and not conditions.are_any:
             return None
     with (
         keep_program(program),

@@ -26,6 +26,7 @@ from pd2bw_fx.program import training_context
 
 from .eager_run import keep_program, keep_state
 from .exported import open_sizes
+from .patches.conditions import Conditions
 from .patches.numbers_of_sizes import keep_sizes_symbolic
 from .program import Program
 from .size_guards import is_for_many_sizes
@@ -47,6 +48,7 @@ def draft_findings(program: Program, batch_size: int | None) -> tuple[str, ...]:
         with (
             keep_state(program),
             keep_program(program),
+            patch.object(program.options, "conditions", Conditions()),  # a draft finds them by itself
             _hide_report(),
             _log_no_more_than_is_told(),
             keep_contractions_symbolic(),

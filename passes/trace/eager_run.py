@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -91,8 +91,7 @@ def conditions_of(program: Program) -> Conditions:
     """Returns the conditions on values that the model meets on the example inputs; none if it has no data."""
     conditions = Conditions()
     if holds_data(program):
-        with conditions.recorded():
-            _run(program)
+        _run(program, conditions.recorded())
     return conditions
 
 
@@ -101,8 +100,9 @@ def holds_data(program: Program) -> bool:
     return not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors)
 
 
-def _run(program: Program) -> None:
-    with keep_state(program), keep_program(program), torch.enable_grad():
+def _run(program: Program, within: AbstractContextManager[None] | None = None) -> None:
+    # What restores the state asks for values too, and is outside.
+    with keep_state(program), keep_program(program), within or nullcontext(), torch.enable_grad():
         program.call(dict(zip(program.flat.names, program.flat.tensors, strict=True)))
 
 

@@ -29,7 +29,11 @@ def trace_by(name: str, program: Program, batch_size: int | None) -> Traced:
         notes: tuple[str, ...] = ("torch.fx does not see data types, and keeps torch.nn layers whole",)
     elif name == "export-static":
         graph, sizes = export(program, None), ANY_SIZE
-        notes = (f"traced at batch size {batch_size} alone: no other one can be run", *_notes_on(graph))
+        notes = (
+            *program.options.conditions.notes(),
+            f"traced at batch size {batch_size} alone: no other one can be run",
+            *_notes_on(graph),
+        )
     else:
         graph, sizes = _by_export(program, batch_size, with_lengths=name == "export-sequence")
         notes = (*program.options.conditions.notes(), *_notes_on_sizes(sizes), *_notes_on(graph))

@@ -65,6 +65,10 @@ class AskedAt:
         return self.is_torchs or self.is_check
 
 
+# Takes what is asked, and where; None where the trace is to answer.
+_Answer = Callable[[Tensor, AskedAt], bool | None]
+
+
 @dataclass(slots=True)
 class Conditions:
     """How the conditions of one run came out, in order, to be assumed in a trace, which has no values.
@@ -119,14 +123,14 @@ class Conditions:
         coming = list(self.found)
         self.asked = []
 
-        def answer(tensor: Tensor, place: AskedAt) -> bool:
+        def answer(tensor: Tensor, place: AskedAt) -> bool | None:
             entry = next((entry for entry in coming if entry[0] == place), None)
             if entry is not None:
                 coming.remove(entry)
             if (value := constant_number(tensor)) is not None:
                 return bool(value)
             if entry is None:
-                return TensorBase.__bool__(tensor)
+                return None
             self.asked.append(place)
             holds = tensor if entry[1] else tensor.logical_not()
             torch.ops.aten._assert_async.msg(holds, assumption(place.model, place.line))
@@ -164,7 +168,7 @@ class Conditions:
 
 
 @contextmanager
-def _on_truth(answer: Callable[[Tensor, AskedAt], bool], number: Callable[[Tensor], Any]) -> Iterator[None]:
+def _on_truth(answer: _Answer, number: Callable[[Tensor], Any]) -> Iterator[None]:
     """Has `answer` decide this thread's `bool(tensor)` and `item` of truth values, and `number` other `item`.
 
     A torch function mode would not see what functions of torch ask.
@@ -172,14 +176,16 @@ def _on_truth(answer: Callable[[Tensor, AskedAt], bool], number: Callable[[Tenso
     thread = threading.get_ident()
 
     def truth(tensor: Tensor) -> bool:
-        if threading.get_ident() != thread:
-            return TensorBase.__bool__(tensor)
-        return answer(tensor, _asked_at(sys._getframe(1)))
+        answered = answer(tensor, _asked_at(sys._getframe(1))) if threading.get_ident() == thread else None
+        return TensorBase.__bool__(tensor) if answered is None else answered
 
     def item(tensor: Tensor) -> Any:
         if threading.get_ident() != thread:
             return TensorBase.item(tensor)
-        return answer(tensor, _asked_at(sys._getframe(1))) if tensor.dtype == torch.bool else number(tensor)
+        if tensor.dtype != torch.bool:
+            return number(tensor)
+        answered = answer(tensor, _asked_at(sys._getframe(1)))
+        return TensorBase.item(tensor) if answered is None else answered
 
     Tensor.__bool__ = truth  # type: ignore[method-assign, assignment]
     Tensor.item = item  # type: ignore[method-assign, assignment]
@@ -190,7 +196,7 @@ def _on_truth(answer: Callable[[Tensor, AskedAt], bool], number: Callable[[Tenso
 
 
 @contextmanager
-def _on_comparison(answer: Callable[[Tensor, AskedAt], bool]) -> Iterator[None]:
+def _on_comparison(answer: _Answer) -> Iterator[None]:
     """Has `answer` decide this thread's `torch.equal` and `torch.allclose`, which ask as `.all()` does."""
     thread = threading.get_ident()
     equal, allclose = torch.equal, torch.allclose
@@ -201,13 +207,16 @@ def _on_comparison(answer: Callable[[Tensor, AskedAt], bool]) -> Iterator[None]:
             return equal(input, other)  # torch refuses two types in words of its own
         if input is other or input.shape != other.shape:
             return input is other
-        return answer((input == other).all(), _asked_at(sys._getframe(1)))
+        answered = answer((input == other).all(), _asked_at(sys._getframe(1)))
+        return equal(input, other) if answered is None else answered
 
     @functools.wraps(allclose)
     def close_or_not(input: Tensor, other: Tensor, *args: Any, **kwargs: Any) -> bool:  # noqa: A002
         if threading.get_ident() != thread:
             return allclose(input, other, *args, **kwargs)
-        return answer(torch.isclose(input, other, *args, **kwargs).all(), _asked_at(sys._getframe(1)))
+        close = torch.isclose(input, other, *args, **kwargs).all()
+        answered = answer(close, _asked_at(sys._getframe(1)))
+        return allclose(input, other, *args, **kwargs) if answered is None else answered
 
     with ExitStack() as places:
         for holder in (torch, Tensor):
@@ -282,7 +291,13 @@ def intercept_boolean_items(given: bool | None = None) -> Iterator[list[AskedAt]
 
 def authors_line() -> str:
     """Returns the line that the model's own code is at, with its text."""
-    return str(_asked_at(_authors(sys._getframe(1))))
+    return ": ".join(authors_place())
+
+
+def authors_place() -> tuple[str, str]:
+    """Returns the place that the model's own code is at, and the text of its line."""
+    place = _asked_at(_authors(sys._getframe(1)))
+    return place.model, place.line
 
 
 def _authors(frame: FrameType) -> FrameType:

@@ -15,6 +15,7 @@ from pd2bw_fx.process_settings import leave_other_flags_alone
 from pd2bw_fx.value_checks import skip_value_checks
 
 from .batch_rules import use_batch_rules_for_any_size
+from .checked_values import assert_checked_values
 from .constants import fold_constants
 from .custom_functions import keep_custom_functions
 from .derivatives import trace_derivatives
@@ -44,6 +45,7 @@ def while_tracing(program: Program) -> Iterator[None]:
         SymbolicSplits(),
         record_helper_frames(),
         skip_value_checks(),
+        assert_checked_values(),
         use_batch_rules_for_any_size(),
         take_fixed_buffers_for_constants(program),
         fold_constants(),

@@ -1,0 +1,75 @@
+"""Checks of values: by functions of torch, at one batch size alone, and checks that only a trace meets."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pd2bw_fx
+from pd2bw_fx.errors import TraceError
+from tests.test_conditions import Asserting, inputs, model_of
+
+
+class Checking(Asserting):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        torch._check_tensor_all(hidden < 50)  # type: ignore[no-untyped-call]
+        return self.second(hidden).square().mean()
+
+
+def test_what_torch_checks_is_asserted_at_every_batch_size() -> None:
+    model = model_of(Checking)
+    pipe = pd2bw_fx.split(model, inputs(), cluster=2, num_stages=2, costs="analytic")
+
+    assert pipe.trace_report.tracer == "export"
+    assert pipe.verify(model, example={"x": inputs(7)[0]}).exact
+    with pytest.raises(RuntimeError, match=r"another way than in the trace, at .*_check_tensor_all"):
+        pipe.run(inputs(times=1e4))
+
+
+class CheckingRows(Asserting):
+    """Goes through the batch row by row, which fixes its size."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert not (x > 100).any()
+        hidden = torch.stack([self.first(row) for row in x])
+        return self.second(hidden).square().mean()
+
+
+class ChoosingForRows(CheckingRows):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * 2 if x.sum() < 100 else x)
+
+
+@pytest.mark.parametrize(("kind", "tracer"), [(CheckingRows, "auto"), (ChoosingForRows, "export-as-example")])
+def test_conditions_are_assumed_at_one_batch_size_too(kind: type[nn.Module], tracer: str) -> None:
+    model = model_of(kind)
+    pipe = pd2bw_fx.split(model, inputs(), cluster=2, num_stages=2, costs="analytic", tracer=tracer)
+
+    assert pipe.trace_report.tracer == "export-static"
+    assert "which the stages assert, at test_checked_values.py:" in str(pipe.trace_report)
+    assert pipe.verify(model).exact
+    with pytest.raises(RuntimeError, match="another way than in the trace"):
+        pipe.run(inputs(times=1e4))
+
+
+def test_a_choice_at_one_batch_size_is_refused_unless_it_is_allowed() -> None:
+    with pytest.raises(TraceError, match=r"for you to allow, at test_checked_values\.py:"):
+        pd2bw_fx.split(model_of(ChoosingForRows), inputs(), cluster=2, costs="analytic")
+
+
+class AskingInATrace(Asserting):
+    """Asks for one value in a run, and for another one where it knows that it is compiled."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert not (x > 100).any()
+        hidden = self.first(x)
+        if torch.compiler.is_compiling() and (hidden > 9).any().item():
+            hidden = hidden / 9
+        return self.second(hidden).square().mean()
+
+
+def test_a_question_that_a_run_does_not_ask_is_told_of() -> None:
+    with pytest.raises(TraceError, match="export-as-example: GuardOnDataDependent"):
+        pd2bw_fx.split(model_of(AskingInATrace), inputs(), cluster=2, costs="analytic")
