@@ -59,7 +59,7 @@ from .checks.unsupported import (
     require_data,
     require_traceable_modules,
 )
-from .draft import draft_findings
+from .draft import draft_findings, lines_of_choices
 from .eager_run import conditions_of, keep_program, require_eager_run
 from .front_ends import trace_by
 from .given import accept_exported, accept_graph_module
@@ -72,7 +72,7 @@ from .inputs import (
     without_cache,
 )
 from .notes import notes_of
-from .patches.conditions import Conditions, UnseenChoiceError
+from .patches.conditions import ChoiceError, Conditions, UnseenChoiceError
 from .program import Program
 from .source_lines import one_line
 from .symbolic import writes_in_place
@@ -169,7 +169,7 @@ def trace(
         fill_caches_outside(request.program(flat))
         ways = list(_ways(model, flat, (args, kwargs, targets), tracer))
     outcome, notes = _first_or_later_call(ways, request, flat)
-    findings = draft_findings(outcome.program, request.batch_size) if outcome.needs_findings else ()
+    findings = _findings(outcome, request.batch_size)
     if outcome.traced is None:
         raise cannot_be_traced(outcome.program, outcome.failures, findings, tracer)
     require_dense(outcome.traced)
@@ -182,6 +182,16 @@ def trace(
         duration_s=time.perf_counter() - started,
     )
     return replace(outcome.traced, report=report)
+
+
+def _findings(outcome: _Outcome, batch_size: int | None) -> tuple[str, ...]:
+    """Returns the lines of the model that stop `export`; those of choices are known without a draft."""
+    if not outcome.needs_findings:
+        return ()
+    for _, error in outcome.failures:
+        if isinstance(error, ChoiceError):
+            return lines_of_choices(error)
+    return draft_findings(outcome.program, batch_size)
 
 
 def _require_arguments(tracer: str, kwargs: Any) -> None:

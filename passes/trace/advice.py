@@ -8,7 +8,7 @@ from pd2bw_fx.errors import TraceError
 from pd2bw_fx.traced import Attempt
 
 from .exported import OF_GAMMAS
-from .patches.conditions import FOR_YOU_TO_ALLOW
+from .patches.conditions import ChoiceError
 from .program import Program
 from .source_lines import chooses_at_random, met_packed_sequences, one_line, source_line
 from .torch_messages import SAMPLE_DIRICHLET
@@ -40,7 +40,7 @@ _Attempts = Sequence[tuple[str, Exception]]  # a front end's name, and why it fa
 
 def may_be_allowed(attempt: tuple[str, Exception]) -> bool:
     name, error = attempt
-    return name == "export-as-example" and FOR_YOU_TO_ALLOW in str(error)
+    return name == "export-as-example" and isinstance(error, ChoiceError)
 
 
 def cannot_be_traced(

@@ -26,13 +26,14 @@ from pd2bw_fx.program import training_context
 
 from .eager_run import keep_program, keep_state
 from .exported import open_sizes
-from .patches.conditions import Conditions
+from .patches.conditions import ChoiceError, Conditions
 from .patches.numbers_of_sizes import keep_sizes_symbolic
 from .program import Program
 from .size_guards import is_for_many_sizes
 
 _TORCH, _TRACER = (Path(file).resolve().parent for file in (torch.__file__, __file__))
 _MOST = 3
+_THE_BATCH, _VALUES = "the batch size, and fixes it", "the values of a tensor"
 
 
 def draft_findings(program: Program, batch_size: int | None) -> tuple[str, ...]:
@@ -63,6 +64,12 @@ def draft_findings(program: Program, batch_size: int | None) -> tuple[str, ...]:
         return ()
     report: Any = getattr(draft, "_report", None)
     found = () if report is None else dict.fromkeys(_said(report, batch_size))
+    return tuple(found)[:_MOST]
+
+
+def lines_of_choices(error: ChoiceError) -> tuple[str, ...]:
+    """Returns what a draft would say of choices that another front end has met."""
+    found = dict.fromkeys(f"{place.model} depends on {_VALUES}: {place.line}" for place in error.places)
     return tuple(found)[:_MOST]
 
 
@@ -127,8 +134,7 @@ def _said(report: Any, batch_size: int) -> Iterator[str]:
             on_sizes = kind == "GUARD_ADDED" and not re.search(r"\bz?u[f]?\d", data["expr"])
             if on_sizes and (_is_the_drafts(data, files) or is_for_many_sizes(data["expr"], batch_size)):
                 continue
-            depends = "the batch size, and fixes it" if on_sizes else "the values of a tensor"
-            yield f"{line[0]} depends on {depends}: {line[1]}"
+            yield f"{line[0]} depends on {_THE_BATCH if on_sizes else _VALUES}: {line[1]}"
 
 
 def _is_the_drafts(data: Mapping[str, Any], files: Mapping[int, str]) -> bool:

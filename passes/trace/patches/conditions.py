@@ -15,7 +15,7 @@ import linecache
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,10 +41,6 @@ _LAYERS = str(Path(nn.__file__).resolve().parent)
 _PATCHES = str(Path(__file__).parent)
 
 
-# In the error of a condition that the user may allow: `advice.py` knows the error by it.
-FOR_YOU_TO_ALLOW = "for you to allow"
-
-
 @dataclass(frozen=True, slots=True)
 class AskedAt:
     """The line where Python asks whether a tensor is true, and the model's line that leads there."""
@@ -63,6 +59,14 @@ class AskedAt:
     def may_be_assumed(self) -> bool:
         """Whether no user need allow it: only one branch goes on, or the branches do not differ."""
         return self.is_torchs or self.is_check
+
+
+class ChoiceError(ValueError):
+    """Values choose between two branches, at these places, and the user may allow it."""
+
+    def __init__(self, places: Sequence[AskedAt]) -> None:
+        super().__init__(f"chooses a way by values, which is for you to allow, at {places[0]}")
+        self.places = places
 
 
 # Takes what is asked, and where; None where the trace is to answer.
@@ -85,10 +89,10 @@ class Conditions:
         return bool(self.found) or self.asks_for_numbers
 
     def require_checks(self) -> None:
-        """Raises ValueError for a condition of the last trace that chooses between two branches."""
-        for place in self.asked:
-            if not place.may_be_assumed:
-                raise ValueError(f"chooses a way by values, which is {FOR_YOU_TO_ALLOW}, at {place}")
+        """Raises ChoiceError for conditions of the last trace that choose between two branches."""
+        places = [place for place in self.asked if not place.may_be_assumed]
+        if places:
+            raise ChoiceError(places)
 
     def notes(self) -> tuple[str, ...]:
         """Returns a note for each line of the model, however often it asks in functions of torch."""
