@@ -155,10 +155,35 @@ class _Linked(nn.Module):
         return x
 
 
-def test_a_size_that_depends_on_values_is_read_off_its_own_tensor() -> None:
+class _Spreading(nn.Module):
+    """Its edges have a line of their own name that makes a size too; it has the device of its edges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, edges: Tensor, x: Tensor) -> Tensor:
+        loops = torch.arange(x.shape[0], device=x.device).repeat(2, 1)
+        edges = edges[:, edges[0] != edges[1]]
+        edges = torch.cat([edges, loops], dim=1)
+        weights = torch.ones(edges.size(1), dtype=x.dtype, device=edges.device)
+        return torch.zeros_like(x).index_add(0, edges[1], self.layer(x)[edges[0]] * weights[:, None])
+
+
+class _Spread(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = _Spreading(), _Spreading()
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        return self.last(edges, self.first(edges, x).tanh())
+
+
+@pytest.mark.parametrize("kind", [_Linked, _Spread])
+def test_a_size_that_depends_on_values_is_read_off_its_own_tensor(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     edges = torch.tensor([[0, 1, 2, 2, 4], [1, 1, 0, 3, 4]])
-    case = case_of(_Linked().double(), (torch.randn(5, 4, dtype=torch.float64), edges))
+    case = case_of(kind().double(), (torch.randn(5, 4, dtype=torch.float64), edges))
 
     for num_stages in (1, 2, 3):
         plan = planned(case, num_stages)
@@ -345,6 +370,7 @@ class _Worded(nn.Module):
         drawn = mean + torch.exp(0.5 * deviation)
         drawn = self.rate * torch.tanh(drawn) + drawn[:, None].sum(1).clamp(min=-3.0)
         drawn = torch.min(drawn**2 * 2, self.rate * deviation).float()
+        drawn = torch.clamp(drawn, min=-2.0)
         return -0.5 * torch.sum(1 + deviation - mean.pow(2), dim=1).mean() + (drawn - 1).mean()
 
 
@@ -361,6 +387,7 @@ def test_an_operator_is_worded_as_its_author_words_it() -> None:
         "drawn = mean + torch.exp(0.5 * deviation)",
         "drawn = 0.3 * torch.tanh(drawn) + drawn[:, None].sum(1).clamp(min=-3.0)",
         "drawn = torch.min(drawn**2 * 2, 0.3 * deviation).float()",
+        "drawn = torch.clamp(drawn, min=-2.0)",
         "return -0.5 * torch.sum(1 + deviation - mean.pow(2), dim=1).mean() + (drawn - 1).mean()",
     ):
         assert line in lines, program.source

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 
+import torch
 from torch import fx
 
 from .body import Body
@@ -63,7 +64,7 @@ class LocalNames:
         wanted = wanted or self._handed_on_name(item)
         if wanted is None and port is not None and not port.startswith("output"):
             wanted = port
-        if wanted is not None and not self.is_live(wanted, index):
+        if wanted is not None and not self.is_live(wanted, index) and not self._was_a_tensor(wanted, result):
             return wanted
         results = self._body.results(item)
         if len(results) == 1:
@@ -71,6 +72,10 @@ class LocalNames:
         given = self._names_given(item)
         others = {given.get(other) for other in results if other is not result}
         return self.free(given.get(result) or result_name(result, result), index, others)
+
+    def _was_a_tensor(self, name: str, result: fx.Node) -> bool:
+        """Whether the name of a tensor would stand for a number: `x.device` may still be read."""
+        return _is_number(result) and not all(map(_is_number, self._bearers.get(name, ())))
 
     def of_what_they_become(self, elements: Mapping[int, fx.Node | None]) -> dict[fx.Node, str]:
         """Returns the author's names for what each element alone is made into, if they all differ.
@@ -179,3 +184,7 @@ class LocalNames:
         if second is None or self.is_live(second.name, index):
             return None
         return live[0], second
+
+
+def _is_number(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), int | float | torch.SymInt | torch.SymFloat | torch.SymBool)

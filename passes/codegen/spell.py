@@ -266,7 +266,8 @@ def _by_schema(target: torch._ops.OpOverload, values: Mapping[str, Any], scene: 
         is_mode = argument.name in MODES and value is True and _has_statistics(target, values)
         text = scene.mode(value) if is_mode else scene.text(value)
         named = isinstance(value, bool) or (argument.name == "dim" and texts)
-        named = named or (target._schema.name == "aten::clamp" and "max" not in values)  # clamp(min=0)
+        is_clamp = target._schema.name == "aten::clamp" and argument.name != "self"
+        named = named or (is_clamp and "max" not in values)  # clamp(min=0)
         positional = positional and not (argument.kwarg_only or named)
         by_name = not positional
         texts.append(f"{argument.name}={text}" if by_name else text)

@@ -215,6 +215,9 @@ SPECIAL: dict[str, Special] = FUNCTIONS | {
     "cartesian_prod": _each_by_itself("cartesian_prod"),
     **{name: _filled(name) for name in ("cauchy", "exponential", "geometric", "log_normal", "uniform")},
     **{name: _attribute(attribute) for name, attribute in _ATTRIBUTES.items()},
+    "sym_size": lambda values, scene: Source(
+        f"{scene.receiver(values['self'])}.shape[{scene.text(values['dim'])}]"
+    ),
     "slice": _slice,
     "slice_scatter": _slice_scatter,
     "select": _select,
