@@ -73,3 +73,43 @@ class AskingInATrace(Asserting):
 def test_a_question_that_a_run_does_not_ask_is_told_of() -> None:
     with pytest.raises(TraceError, match="export-as-example: GuardOnDataDependent"):
         pd2bw_fx.split(model_of(AskingInATrace), inputs(), cluster=2, costs="analytic")
+
+
+class Marking(Asserting):
+    """Marks the first of all places, unless it is told which, and asks how many are marked."""
+
+    def forward(self, x: Tensor, marks: Tensor | None = None) -> Tensor:
+        marks = torch.zeros_like(x[:, 0]) if marks is None else marks
+        hidden = self.first(x)
+        if marks.any():
+            hidden = hidden * marks[:, None]
+        if (torch.arange(x.shape[0]) < 8).all():
+            hidden = hidden + 1
+        return self.second(hidden).square().mean()
+
+
+def test_a_condition_on_what_follows_from_sizes_needs_no_leave_and_is_asserted() -> None:
+    model = model_of(Marking)
+    pipe = pd2bw_fx.split(model, inputs(), cluster=2, num_stages=2, costs="analytic")
+
+    assert pipe.trace_report.tracer == "export-as-example"
+    assert pipe.verify(model, example={"x": inputs(7)[0]}).exact
+    with pytest.raises(RuntimeError, match=r"another way than in the trace, at .*arange"):
+        pipe.run({"x": inputs(9)[0]})
+    with pytest.raises(TraceError, match="for you to allow"):
+        pd2bw_fx.split(model, (*inputs(), torch.zeros(4)), cluster=2, costs="analytic")
+
+
+class MarkingByValues(Asserting):
+    """What is made in the size of what is selected depends on values after all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if (torch.arange(x.shape[0]) < len(x[x[:, 0] > 0])).all():
+            hidden = hidden + 1
+        return self.second(hidden).square().mean()
+
+
+def test_a_size_that_depends_on_values_needs_leave() -> None:
+    with pytest.raises(TraceError, match="for you to allow"):
+        pd2bw_fx.split(model_of(MarkingByValues), inputs(), cluster=2, costs="analytic")

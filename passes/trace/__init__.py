@@ -4,8 +4,8 @@
    the named dimension "batch", so that the program runs at any batch size. If the model asks for the batch
    size in Python, it runs at all sizes with the example's answer.
 2. `export-as-example`: the same for a model that asks for the values of tensors in Python, if they are
-   constants, if it asks in order to assert something or to raise an error, or if a layer of torch's asks;
-   on request, whatever depends on them. See `patches/conditions.py`.
+   constants or follow from sizes alone, if it asks in order to assert something or to raise an error, or if a
+   layer of torch's asks; on request, whatever depends on them. See `patches/conditions.py`.
 3. `export-static`: as these two, at the example's sizes alone, with a note that says so.
 4. `fx`: `torch.fx` symbolic tracing; the only one where there are no example inputs.
 

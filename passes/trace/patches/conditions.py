@@ -32,7 +32,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from pd2bw_fx.traced import assumption
 
 from .compared_numbers import reporting_number
-from .constants import constant_number
+from .constants import constant_number, depends_on_sizes_alone
 
 _TORCH = str(Path(torch.__file__).resolve().parent) + os.sep  # not torchvision's
 _LAYERS = str(Path(nn.__file__).resolve().parent)
@@ -82,6 +82,7 @@ class Conditions:
 
     found: list[tuple[AskedAt, bool]] = field(default_factory=list)
     asked: list[AskedAt] = field(default_factory=list)  # the conditions that the last trace met
+    choices: list[AskedAt] = field(default_factory=list)  # those of them that need the user's leave
     asks_for_numbers: bool = False  # the run asked for numbers; a trace has those of constants
 
     @property
@@ -90,9 +91,8 @@ class Conditions:
 
     def require_checks(self) -> None:
         """Raises ChoiceError for conditions of the last trace that choose between two branches."""
-        places = [place for place in self.asked if not place.may_be_assumed]
-        if places:
-            raise ChoiceError(places)
+        if self.choices:
+            raise ChoiceError(self.choices)
 
     def notes(self) -> tuple[str, ...]:
         """Returns a note for each line of the model, however often it asks in functions of torch."""
@@ -125,7 +125,7 @@ class Conditions:
     def assumed(self) -> Iterator[None]:
         """Answers conditions as the run did; any other is left to the trace, which mostly has no answer."""
         coming = list(self.found)
-        self.asked = []
+        self.asked, self.choices = [], []
 
         def answer(tensor: Tensor, place: AskedAt) -> bool | None:
             entry = next((entry for entry in coming if entry[0] == place), None)
@@ -136,6 +136,8 @@ class Conditions:
             if entry is None:
                 return None
             self.asked.append(place)
+            if not (place.may_be_assumed or depends_on_sizes_alone(tensor)):
+                self.choices.append(place)
             holds = tensor if entry[1] else tensor.logical_not()
             torch.ops.aten._assert_async.msg(holds, assumption(place.model, place.line))
             return entry[1]

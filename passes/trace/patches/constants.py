@@ -20,6 +20,7 @@ from torch._C import TensorBase
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -29,6 +30,12 @@ _TRUTH = torch.ops.aten.is_nonzero.default
 _ASKING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _LIFTED = torch.ops.aten.lift_fresh_copy.default
 _COPIED = (_LIFTED, torch.ops.aten.clone.default)
+_OF_SIZES = (  # what depends on the sizes of an operand, and not on its values
+    torch.ops.aten.sym_size.int,
+    torch.ops.aten.sym_numel.default,
+    torch.ops.aten.zeros_like.default,
+    torch.ops.aten.ones_like.default,
+)
 _torchs: Callable[..., Any] = proxy_tensor.proxy_call
 
 
@@ -62,6 +69,20 @@ def constant_number(tensor: Tensor) -> Any:
     return None if mode is None else _results(TensorBase.item, (tensor,), {}, mode)
 
 
+def depends_on_sizes_alone(tensor: Tensor) -> bool:
+    """Whether the tensor in the trace holds what follows from constants and the inputs' sizes."""
+    mode: Any = get_proxy_mode()
+    slot = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
+    if slot is None:
+        return False
+    found = _made_by(slot.proxy.node, until=_OF_SIZES)
+    sizes = {node for node in found if node.target in _OF_SIZES}
+    if any(free_unbacked_symbols(node.meta["val"]) for node in sizes):
+        return False
+    held = [_held(node, mode.tracer.root) for node in found if node.op == "get_attr"]
+    return not any(map(_is_none_of_constants, found - sizes)) and all(value is not None for value in held)
+
+
 def _results(func: Any, args: Any, kwargs: Any, mode: Any) -> Any:
     """Returns the results of the operator on constants, or None where an operand is no constant."""
     leaves, form = pytree.tree_flatten((args, kwargs))
@@ -91,9 +112,9 @@ def _value(tensor: Tensor, mode: Any) -> Tensor | None:
     return None if any(map(_is_none_of_constants, made_by)) else _computed(node, made_by, mode.tracer.root)
 
 
-def _made_by(node: fx.Node) -> set[fx.Node]:
+def _made_by(node: fx.Node, until: Sequence[Any] = ()) -> set[fx.Node]:
     """Returns the nodes that `node` is computed from, with those that write to any of them."""
-    found, new = set[fx.Node](), _sources(node)
+    found, new = set[fx.Node](), _sources(node, until)
     while new - found:
         found |= new
         writers = (
@@ -101,7 +122,7 @@ def _made_by(node: fx.Node) -> set[fx.Node]:
             for other in node.graph.nodes
             if other not in found and any(found & _sources(place) for place in written_by_schema(other))
         )
-        new = {source for writer in writers for source in _sources(writer)}
+        new = {source for writer in writers for source in _sources(writer, until)}
     return found
 
 
@@ -142,9 +163,15 @@ def _computed(node: fx.Node, made_by: Set[fx.Node], root: nn.Module) -> Tensor |
             args, kwargs = fx.map_arg((source.args, source.kwargs), values.__getitem__)
             values[source] = function(*args, **kwargs)
             continue
-        held = getattr(root, str(source.target), None)
-        if not isinstance(held, Tensor) or isinstance(held, FakeTensor):
+        held = _held(source, root)
+        if held is None:
             return None
         values[source] = held.clone()
     value = values[node]
     return value if isinstance(value, Tensor) else None
+
+
+def _held(node: fx.Node, root: nn.Module) -> Tensor | None:
+    """Returns the constant that a node reads; None for a weight or buffer of the model."""
+    held = getattr(root, str(node.target), None)
+    return held if isinstance(held, Tensor) and not isinstance(held, FakeTensor) else None
