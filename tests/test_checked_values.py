@@ -76,26 +76,25 @@ def test_a_question_that_a_run_does_not_ask_is_told_of() -> None:
 
 
 class Marking(Asserting):
-    """Marks the first of all places, unless it is told which, and asks how many are marked."""
+    """Marks nothing, unless it is told what, and asks whether anything is marked."""
 
     def forward(self, x: Tensor, marks: Tensor | None = None) -> Tensor:
         marks = torch.zeros_like(x[:, 0]) if marks is None else marks
         hidden = self.first(x)
         if marks.any():
             hidden = hidden * marks[:, None]
-        if (torch.arange(x.shape[0]) < 8).all():
+        if (torch.ones(x.shape[0]) > 0).all():
             hidden = hidden + 1
         return self.second(hidden).square().mean()
 
 
-def test_a_condition_on_what_follows_from_sizes_needs_no_leave_and_is_asserted() -> None:
+def test_a_condition_that_is_alike_at_all_sizes_needs_no_leave_and_is_asserted() -> None:
     model = model_of(Marking)
     pipe = pd2bw_fx.split(model, inputs(), cluster=2, num_stages=2, costs="analytic")
 
     assert pipe.trace_report.tracer == "export-as-example"
     assert pipe.verify(model, example={"x": inputs(7)[0]}).exact
-    with pytest.raises(RuntimeError, match=r"another way than in the trace, at .*arange"):
-        pipe.run({"x": inputs(9)[0]})
+    assert "".join(stage.source for stage in pipe.stages).count("torch._assert_async(") == 2
     with pytest.raises(TraceError, match="for you to allow"):
         pd2bw_fx.split(model, (*inputs(), torch.zeros(4)), cluster=2, costs="analytic")
 

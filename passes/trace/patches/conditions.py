@@ -32,7 +32,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from pd2bw_fx.traced import assumption
 
 from .compared_numbers import reporting_number
-from .constants import constant_number, depends_on_sizes_alone
+from .constants import constant_number, outcomes_by_size
 
 _TORCH = str(Path(torch.__file__).resolve().parent) + os.sep  # not torchvision's
 _LAYERS = str(Path(nn.__file__).resolve().parent)
@@ -83,6 +83,7 @@ class Conditions:
     found: list[tuple[AskedAt, bool]] = field(default_factory=list)
     asked: list[AskedAt] = field(default_factory=list)  # the conditions that the last trace met
     choices: list[AskedAt] = field(default_factory=list)  # those of them that need the user's leave
+    choices_by_size: list[AskedAt] = field(default_factory=list)  # those that depend on nothing but sizes
     asks_for_numbers: bool = False  # the run asked for numbers; a trace has those of constants
 
     @property
@@ -90,9 +91,11 @@ class Conditions:
         return bool(self.found) or self.asks_for_numbers
 
     def require_checks(self) -> None:
-        """Raises ChoiceError for conditions of the last trace that choose between two branches."""
+        """Raises an error, ChoiceError by values, if the last trace met a choice between two branches."""
         if self.choices:
             raise ChoiceError(self.choices)
+        if self.choices_by_size:
+            raise ValueError(f"goes another way at other sizes, at {self.choices_by_size[0]}")
 
     def notes(self) -> tuple[str, ...]:
         """Returns a note for each line of the model, however often it asks in functions of torch."""
@@ -118,6 +121,13 @@ class Conditions:
         with _on_truth(record, number), _on_comparison(record), _on_conversion(converted):
             yield
 
+    def _note_choice(self, tensor: Tensor, place: AskedAt) -> None:
+        outcomes = outcomes_by_size(tensor)
+        if outcomes is None:
+            self.choices.append(place)
+        elif len(outcomes) > 1:
+            self.choices_by_size.append(place)
+
     def _note(self, outcome: bool, asking: FrameType) -> None:
         self.found.append((_asked_at(_authors(asking)), outcome))
 
@@ -125,7 +135,7 @@ class Conditions:
     def assumed(self) -> Iterator[None]:
         """Answers conditions as the run did; any other is left to the trace, which mostly has no answer."""
         coming = list(self.found)
-        self.asked, self.choices = [], []
+        self.asked, self.choices, self.choices_by_size = [], [], []
 
         def answer(tensor: Tensor, place: AskedAt) -> bool | None:
             entry = next((entry for entry in coming if entry[0] == place), None)
@@ -136,8 +146,8 @@ class Conditions:
             if entry is None:
                 return None
             self.asked.append(place)
-            if not (place.may_be_assumed or depends_on_sizes_alone(tensor)):
-                self.choices.append(place)
+            if not place.may_be_assumed:
+                self._note_choice(tensor, place)
             holds = tensor if entry[1] else tensor.logical_not()
             torch.ops.aten._assert_async.msg(holds, assumption(place.model, place.line))
             return entry[1]

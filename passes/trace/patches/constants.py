@@ -9,7 +9,7 @@ parts = x.split([height * width for height, width in sizes], 1)      16 and 4, f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -36,6 +36,7 @@ _OF_SIZES = (  # what depends on the sizes of an operand, and not on its values
     torch.ops.aten.zeros_like.default,
     torch.ops.aten.ones_like.default,
 )
+_TRIED = (2, 3, 8, 65)  # sizes to compare outcomes at
 _torchs: Callable[..., Any] = proxy_tensor.proxy_call
 
 
@@ -69,18 +70,48 @@ def constant_number(tensor: Tensor) -> Any:
     return None if mode is None else _results(TensorBase.item, (tensor,), {}, mode)
 
 
-def depends_on_sizes_alone(tensor: Tensor) -> bool:
-    """Whether the tensor in the trace holds what follows from constants and the inputs' sizes."""
+def outcomes_by_size(tensor: Tensor) -> set[bool] | None:
+    """Returns how a condition comes out at several sizes, or None if it depends on more than sizes.
+
+    mask = torch.zeros(x.shape[:2]); if mask.any():      {False}
+    """
     mode: Any = get_proxy_mode()
     slot = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
     if slot is None:
-        return False
+        return None
     found = _made_by(slot.proxy.node, until=_OF_SIZES)
-    sizes = {node for node in found if node.target in _OF_SIZES}
-    if any(free_unbacked_symbols(node.meta["val"]) for node in sizes):
-        return False
-    held = [_held(node, mode.tracer.root) for node in found if node.op == "get_attr"]
-    return not any(map(_is_none_of_constants, found - sizes)) and all(value is not None for value in held)
+    sized = {node for node in found if node.target in _OF_SIZES}
+    if any(free_unbacked_symbols(node.meta["val"]) for node in sized):
+        return None
+    if any(map(_is_none_of_constants, found - sized)):
+        return None
+    with _outside_of_the_trace():
+        try:
+            values = [
+                _computed(slot.proxy.node, found, mode.tracer.root, {n: _at(n, size) for n in sized})
+                for size in _TRIED
+            ]
+        except Exception:  # there need not be an outcome at all of these sizes
+            return {False, True}
+    return None if any(value is None for value in values) else set(map(bool, values))
+
+
+def _at(node: fx.Node, size: int) -> Any:
+    """Returns the value of a node of `_OF_SIZES` where all open sizes are this one."""
+    value = node.meta["val"]
+    if not isinstance(value, Tensor):
+        return _number_at(value, size)
+    shape = [_number_at(extent, size) for extent in value.shape]
+    return (torch.zeros if node.target is torch.ops.aten.zeros_like.default else torch.ones)(
+        shape, dtype=value.dtype
+    )
+
+
+def _number_at(value: Any, size: int) -> int:
+    if not isinstance(value, torch.SymInt):
+        return int(value)
+    expression = value.node.expr
+    return int(expression.subs(dict.fromkeys(expression.free_symbols, size)))
 
 
 def _results(func: Any, args: Any, kwargs: Any, mode: Any) -> Any:
@@ -153,25 +184,21 @@ def _writes_what_stays(node: fx.Node) -> bool:
     return any(source.op == "get_attr" for place in places for source in _sources(place, until=_COPIED))
 
 
-def _computed(node: fx.Node, made_by: Set[fx.Node], root: nn.Module) -> Tensor | None:
-    values = dict[fx.Node, Any]()
+def _computed(
+    node: fx.Node, made_by: Set[fx.Node], root: nn.Module, given: Mapping[fx.Node, Any] | None = None
+) -> Tensor | None:
+    values = dict[fx.Node, Any](given or {})
     for source in node.graph.nodes:
-        if source not in made_by:
+        if source not in made_by or source in values:
             continue
         if source.op == "call_function":
             function: Callable[..., Any] = source.target
             args, kwargs = fx.map_arg((source.args, source.kwargs), values.__getitem__)
             values[source] = function(*args, **kwargs)
             continue
-        held = _held(source, root)
-        if held is None:
+        held = getattr(root, str(source.target), None)
+        if not isinstance(held, Tensor) or isinstance(held, FakeTensor):
             return None
         values[source] = held.clone()
     value = values[node]
     return value if isinstance(value, Tensor) else None
-
-
-def _held(node: fx.Node, root: nn.Module) -> Tensor | None:
-    """Returns the constant that a node reads; None for a weight or buffer of the model."""
-    held = getattr(root, str(node.target), None)
-    return held if isinstance(held, Tensor) and not isinstance(held, FakeTensor) else None
