@@ -33,14 +33,16 @@ and a test checks that it is current. What to look at:
 - The head says where inputs come from and outputs go, which parameters are tied to another stage's, what
   was predicted for the stage, and why it is cut here.
 - Classes, attributes, parameters and variables have the model's own names, also second names
-  (`residual = hidden_states`). A value that the author did not name is called after its use. The comment at
-  the end of a line is the author's line, with the shape where it changes.
+  (`residual = hidden_states`). A value that the author did not name is called after its use, and one that
+  outlives its name after the list that it is put into (`skips.append(x)`). The comment at the end of a line
+  is the author's line, with the shape where it changes.
 - A class is written once, however many blocks there are of it, and equal blocks run in a loop: this stage has
   {blocks} of them, and would be as long with twice as many. Sizes that differ are arguments. A loop
   over numbers (steps of time, a layer that is used repeatedly), which a trace unrolls, is a loop again, with
   the lists that it fills.
 - Masks and positions are computed here rather than sent, and labels are an input of the stage itself.
-- No batch size and no device is written down: both are read from the inputs.
+- No batch size and no device is written down: both are read from the inputs. A size that a forward reads
+  often has its name in the comments there: `batch = hidden_states.shape[0]`.
 - It imports torch and nothing else: `python stage_1.py` runs it forward and backward, and
   `load_state_dict(load_file("stage_1.safetensors"))` gives it its weights. Untraced
   functions (`pd2bw_fx.untraced`) and a library's own operators are called by their registered names: import

@@ -17,6 +17,9 @@ A forward, method by method:
     naming.py          what values are called, after the author's source
     local_names.py     the names of one body's values, and how long each is taken
     second_names.py    second names of values: `residual = x`
+    put_away.py        values in the author's lists: `skips.append(x)`
+    crossing.py        names of the values that cross between stages
+    sizes.py           sizes that are read off tensors, and the names of those that are read often
     statements.py      what the author's statements assign
     outermost.py       whether an operator or call is a statement's outermost operation
     loops/             rounds of a loop, written as a loop again
@@ -50,20 +53,17 @@ Classes and the file:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from pd2bw_fx.graph import OperatorGraph, TensorSpec
-from pd2bw_fx.names import free_name
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.source_check import check_source
 from pd2bw_fx.stage import Port, StageProgram
 
+from .crossing import names_of_what_crosses
 from .cut import Cut, cut
 from .document import document
 from .layout import WIDTH
 from .literals import identifier
 from .method import Method
-from .naming import argument_name
 from .stage_tree import StageTree
 from .write import StageWriter
 
@@ -78,33 +78,10 @@ def generate(graph: OperatorGraph, plan: Plan) -> tuple[StageProgram, ...]:
     """
     cuts = cut(graph, plan)
     trees = [StageTree(graph, stage) for stage in cuts]
-    names = _names_of_what_crosses(cuts, trees)
+    names = names_of_what_crosses(cuts, trees)
     for tree in trees:
         tree.port_names.update(names)
     return tuple(_program(graph, plan, tree) for tree in trees)
-
-
-def _names_of_what_crosses(cuts: Sequence[Cut], trees: Sequence[StageTree]) -> dict[str, str]:
-    """Names each value that a stage gives, in all stages that have it.
-
-    The name is the model's, or else the reader's. No stage gives, or takes, two values of one name.
-    """
-    names: dict[str, str] = {}
-    for stage, tree in zip(cuts, trees, strict=True):
-        given = tree.gives(tree.root)
-        for node in given:
-            if node.name in names:
-                continue  # passed on
-            beside = [*given, *(other for at in stage.targets[node.name] for other in cuts[at].inputs)]
-            taken = {names[other.name] for other in beside if other.name in names}
-            taken |= {identifier(other.name) for other in beside if other.op == "placeholder"}
-            base = identifier(stage.model_outputs.get(node.name) or argument_name(tree, tree.root, node))
-            name = free_name(base, taken)
-            if name != base:  # a numbered name must not be that of a value the stage takes
-                taken |= {names[other.name] for other in stage.inputs if other.name in names}
-                name = free_name(base, taken)
-            names[node.name] = name
-    return names
 
 
 def _program(graph: OperatorGraph, plan: Plan, tree: StageTree) -> StageProgram:

@@ -212,9 +212,10 @@ class Attributes:
             if len(members) == 1:
                 parts.append(f"{quoted(members[0])}: {text}")
                 continue
-            first, end = int(members[0]), int(members[-1]) + 1
-            span = f"{first}, {end}" if first else f"{end}"
-            parts.append(f"**{{str(i): {text} for i in range({span})}}")
+            stem, first = _numbered(members[0])
+            span = f"{first}, {first + len(members)}" if first else f"{len(members)}"
+            key = f'f"{stem}{{i}}"' if stem else "str(i)"
+            parts.append(f"**{{{key}: {text} for i in range({span})}}")
         if len(parts) == 1 and len(keys) > 1:
             return f"{family}Dict", parts[0].removeprefix("**")
         return f"{family}Dict", f"{{{', '.join(parts)}}}"
@@ -300,13 +301,20 @@ def _runs(keys: Sequence[str], texts: Sequence[str]) -> list[tuple[str, list[str
     """Joins neighbours that are built alike and are numbered one after another: (source, keys)."""
     runs: list[tuple[str, list[str]]] = []
     for key, text in zip(keys, texts, strict=True):
-        last = runs[-1][1][-1] if runs else ""
-        follows = is_number(key) and is_number(last) and int(key) == int(last) + 1
-        if runs and runs[-1][0] == text and follows:
+        stem, number = _numbered(runs[-1][1][-1] if runs else "")
+        if runs and runs[-1][0] == text and number >= 0 and _numbered(key) == (stem, number + 1):
             runs[-1][1].append(key)
         else:
             runs.append((text, [key]))
     return runs
+
+
+def _numbered(key: str) -> tuple[str, int]:
+    """Splits "layer_3" into "layer_" and 3; the number is -1 for a key without one."""
+    stem = key.rstrip("0123456789")
+    number = key[len(stem) :]
+    is_one = is_number(number) and (not stem or is_plain_name(stem))
+    return (stem, int(number)) if is_one else (key, -1)
 
 
 def _repeated(text: str, count: int) -> str:

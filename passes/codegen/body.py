@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ class Body:
         self._operands = {id(item): self._read_by(item) for item in self.items}
         self._read = {operand for operands in self._operands.values() for operand in operands}
         self._elements = self._elements_taken()
-        self._names_by_place = self._named_by_place()
+        self._together = self._assigned_together()
         self._regions = dict(zip(map(id, self.items), self._told_apart(), strict=True))
         self._times = Counter(map(self._in_source, self.items))
 
@@ -188,35 +189,56 @@ class Body:
         if left_otherwise(self.tree, result, self.scope.depth):
             return None
         if len(names) > 1:
-            return self._names_by_place.get(id(item))
+            return self._name_by_place(item)
         if line is not None and is_one_of_several(result, line, self.scope.depth):
             return None  # the name stands for the whole tuple
         if not names:
-            named = self._names_by_place.get(id(item)) or name_of_filled(result, line)
+            named = self._name_by_place(item) or name_of_filled(result, line)
             return named or outer_name(result, self.scope.depth)
         return names[0] if names[0] != "_" and is_final(result, self.scope.depth) else None
 
-    def _named_by_place(self) -> dict[int, str]:
-        """Maps the id of an item to its name, where a statement assigns several values one by one.
+    def names_together(self, item: fx.Node | Scope) -> tuple[str, ...]:
+        """Returns the names that the author's statement assigns one by one, if the item makes one of them."""
+        return self._together[id(item)][1] if id(item) in self._together else ()
+
+    def _name_by_place(self, item: fx.Node | Scope) -> str | None:
+        name, _ = self._together.get(id(item), ("_", ()))
+        return name if name != "_" else None
+
+    def _assigned_together(self) -> dict[int, tuple[str, tuple[str, ...]]]:
+        """Maps the id of an item to its name, and all names, where a statement assigns values one by one.
 
         Such statements are `q, k = self.q(x), self.k(x)` and `q, k = (cut(t) for t in (q, k))`, and also `q,
-        k = self.made(x)` where that function returns `self.q(x), self.k(x)`.
+        k = self.made(x)` where that function returns `self.q(x), self.k(x)`, or `q, k = turn(q), turn(k)`.
         """
-        named: dict[int, str] = {}
-        for line, group in itertools.groupby(self.items, key=self.line):
-            names: tuple[str, ...] = ()
-            if line is not None and makes_one_by_one(line.code):
-                names = line.assigned or (line.outer[-1].assigned if line.outer else ())
-                names = names_of_what_it_makes(line.code, names)
-            final = [item for item in group if self._makes_what_is_assigned(item)] if names else []
+        found: dict[int, tuple[str, tuple[str, ...]]] = {}
+        for chain, items in itertools.groupby(self.items, key=self._statement_of_several):
+            if not chain:
+                continue
+            group, names = list(items), chain[-1].assigned or (chain[-2].assigned if chain[1:] else ())
+            names = names_of_what_it_makes(chain[-1].code, names)
+            final = [item for item in group if self._makes_what_is_assigned(item, chain, group)]
             if len(final) == len(names):
-                both = zip(final, names, strict=True)
-                named |= {id(item): name for item, name in both if name != "_"}
-        return named
+                found |= {id(item): (name, names) for item, name in zip(final, names, strict=True)}
+        return found
 
-    def _makes_what_is_assigned(self, item: fx.Node | Scope) -> bool:
-        results = self.results(item)
-        return len(results) == 1 and is_final(results[0], self.scope.depth)
+    def _statement_of_several(self, item: fx.Node | Scope) -> tuple[Line, ...]:
+        """Returns the lines that lead to a statement that makes several values, where the item was traced."""
+        line = self.line(item)
+        chain = () if line is None else line.chain
+        ends = reversed(range(1, len(chain) + 1))
+        return next((chain[:end] for end in ends if makes_one_by_one(chain[end - 1].code)), ())
+
+    def _makes_what_is_assigned(
+        self, item: fx.Node | Scope, chain: tuple[Line, ...], group: Sequence[fx.Node | Scope]
+    ) -> bool:
+        """Whether an item of those that a statement runs makes one of the values that it assigns."""
+        results, line = self.results(item), self.line(item)
+        if len(results) != 1 or line is None:
+            return False
+        if line.chain == chain:
+            return is_final(results[0], self.scope.depth)
+        return not any(results[0] in self.operands_of(other) for other in group)
 
     def is_element(self, item: fx.Node | Scope) -> bool:
         """Whether an item is an element of a tuple that this body makes; it is bound where that is made."""

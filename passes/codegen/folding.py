@@ -53,6 +53,16 @@ class Folding:
         inside = (at for at in range(min(index + 1, self.end)) if at == index or self.is_folded(at))
         return all(self.body.is_pure(self.items[at]) for at in inside if self.emitted_at(at) == index)
 
+    def operands_of(self, item: fx.Node | Scope) -> list[fx.Node]:
+        """Lists the tensors that an item's expression reads by name, with those of all folded into it."""
+        found: list[fx.Node] = []
+        for node in self.body.operands_of(item):
+            if node in self.folded:
+                found += self.operands_of(self.items[self.maker[node]])
+            elif node.op != "get_attr":
+                found.append(node)
+        return found
+
     def is_pending(self, index: int) -> bool:
         """Whether an item before this place is written after it."""
         return any(self.emitted_at(at) > index for at in range(index) if self.is_folded(at))
@@ -139,7 +149,7 @@ class Folding:
         if isinstance(item, Scope) and item.function is not None:
             return False
         reading = self.items[reader]
-        if self._is_of_a_loop(item, reading):
+        if self._is_of_a_loop(item, reading) or self.begins_a_chain(result):
             return False
         if not isinstance(reading, Scope) and is_asked_for_a_limit(result, reading):
             return False
@@ -172,6 +182,18 @@ class Folding:
         if self.body.is_of_rounds(item):
             return appended_list(line.code) is not None or returns_a_list(line.code)
         return isinstance(reading, Scope) and self.body.is_of_rounds(reading)
+
+    def begins_a_chain(self, result: fx.Node) -> bool:
+        """Whether the value goes into the first of several members of a taken-apart nn.Sequential."""
+        return any(self._hands_on(at) and self._is_read_by_a_member(at) for at in self.users.get(result, []))
+
+    def _is_read_by_a_member(self, index: int) -> bool:
+        return any(self._hands_on(at) for made in self.results[index] for at in self.users.get(made, []))
+
+    def _hands_on(self, index: int) -> bool:
+        """Whether an item is a member of a taken-apart nn.Sequential, and hands on what it makes."""
+        made = self.results[index] if index < self.end else ()
+        return any(self.body.tree.is_link(self.body.scope, result) for result in made)
 
     def _is_place(self, item: fx.Node | Scope) -> bool:
         return not isinstance(item, Scope) and item.op == "call_function" and place_in_mask(item) is not None

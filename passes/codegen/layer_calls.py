@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
-from .layers import LAYERS_GIVING_TUPLES, LAYERS_OF_PAIRS, LAYERS_OF_TWO, RECURRENT_CELLS
+from .layers import LAYERS_GIVING_TUPLES, LAYERS_OF_PAIRS, LAYERS_OF_TWO, RECURRENT_CELLS, is_layer
 from .scopes import Scope
 
 if TYPE_CHECKING:
@@ -36,6 +36,35 @@ def call_arguments(tree: StageTree, call: Scope) -> list[fx.Node | tuple[fx.Node
     if isinstance(layer, LAYERS_OF_PAIRS) and len(given) == 3:
         return [given[0], (given[1], given[2])]
     return given
+
+
+def idle_layers(tree: StageTree, path: str) -> list[str]:
+    """Lists layers that nobody calls, where the class at this path holds all of their tensors."""
+    owned, found = tree.owned[path], list[str]()
+    for holder in sorted({name.rpartition(".")[0] for name in owned} - {path}):
+        module = tree.modules.get(holder)
+        if module is not None and is_layer(module, training=tree.model.training):
+            tensors = {n for n, _ in module.named_parameters(remove_duplicate=False)}
+            tensors |= {n for n, _ in module.named_buffers(remove_duplicate=False)}
+            found += [holder] if {f"{holder}.{name}" for name in tensors} <= owned else []
+    return found
+
+
+def linear_of(tree: StageTree, scope: Scope, node: fx.Node) -> str | None:
+    """Returns the path of the linear layer whose weight and bias an operator takes, as the layer's own does.
+
+    The author has called it by its weights (`F.linear(x, self.out.weight, self.out.bias)`).
+    """
+    if node.target is not torch.ops.aten.linear.default:
+        return None
+    held = [tree.parameter(scope, o) for o in node.args[1:] if isinstance(o, fx.Node) and o.op == "get_attr"]
+    names = [name for name in held if name is not None]
+    path = names[0].rpartition(".")[0] if len(names) == len(node.args) - 1 else ""
+    layer = tree.modules.get(path)
+    if not isinstance(layer, nn.Linear) or path not in idle_layers(tree, scope.path):
+        return None
+    wanted = ["weight"] if layer.bias is None else ["weight", "bias"]
+    return path if names == [f"{path}.{name}" for name in wanted] else None
 
 
 def _gives_what_it_gives(tree: StageTree, call: Scope, layer: nn.Module) -> bool:

@@ -65,7 +65,7 @@ def is_layer(module: nn.Module, *, training: bool) -> bool:
     was traced in evaluation mode.
     """
     return (
-        type(module) in _LAYERS + LAYERS_OF_TWO
+        _kind(module) in _LAYERS + LAYERS_OF_TWO
         and module.training == training
         and (training or not isinstance(module, LAYERS_WITH_MODES))
         and "forward" not in vars(module)
@@ -76,6 +76,12 @@ def is_layer(module: nn.Module, *, training: bool) -> bool:
         and _has_the_sizes_it_says(module)
         and not (type(module) in LAYERS_OF_TWO and next(module.buffers(), None) is not None)
     )
+
+
+def _kind(module: nn.Module) -> type[nn.Module]:
+    """Returns the layer's class; a class that torch only marks a layer with is that of the layer."""
+    kind = type(module)
+    return nn.Linear if kind is nn.modules.linear.NonDynamicallyQuantizableLinear else kind
 
 
 def is_in_evaluation(node: fx.Node) -> bool:
@@ -150,7 +156,7 @@ def constructor(module: nn.Module) -> Call:
     dtype = next(kinds, torch.float32)
     if dtype != torch.float32:
         parts.append(Part(Fixed(f"torch.{dtype_name(dtype)}"), "dtype", by_name=True))
-    return Call(f"nn.{type(module).__name__}", tuple(parts))
+    return Call(f"nn.{_kind(module).__name__}", tuple(parts))
 
 
 def sequential(members: Mapping[str, Template]) -> Call:

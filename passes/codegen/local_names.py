@@ -10,17 +10,22 @@ from torch import fx
 from .body import Body
 from .folding import Folding
 from .naming import argument_name, hands_on, name_within, result_name, state_name
+from .put_away import name_in_list
 from .scopes import Scope
 from .second_names import SecondName, second_name
 from .statements import calls_one
 
 
 class LocalNames:
-    """Names the values of one body in program order; `bound` has the name of each value so far."""
+    """Names the values of one body in program order; `bound` has the name of each value so far.
 
-    def __init__(self, body: Body, folding: Folding) -> None:
+    `sizes` are sizes that have a name, which no value may have.
+    """
+
+    def __init__(self, body: Body, folding: Folding, sizes: Set[str]) -> None:
         self._body = body
         self._folding = folding
+        self.sizes = sizes
         self.bound: dict[fx.Node, str] = {}
         helpers = (body.tree.helper_names.get(id(item)) for item in body.items)
         self._called = {*body.tree.function_names, *filter(None, helpers)}
@@ -32,6 +37,10 @@ class LocalNames:
             self._bearers[self.bound[node]].remove(node)
         self.bound[node] = name
         self._bearers.setdefault(name, []).append(node)
+
+    def has_given(self, name: str) -> bool:
+        """Whether some value has or had this name, or a function that the body calls."""
+        return name in self._bearers or name in self._called
 
     def port_name(self, node: fx.Node) -> str | None:
         """Returns the name of a value that crosses between stages; None except in a stage's own forward."""
@@ -64,8 +73,13 @@ class LocalNames:
         wanted = wanted or self._handed_on_name(item)
         if wanted is None and port is not None and not port.startswith("output"):
             wanted = port
+        listed = None if wanted is None or wanted == port else self._name_in_list(index, item, result, wanted)
+        if listed is not None:
+            return self.free(listed, index)
         if wanted is not None and not self.is_live(wanted, index) and not self._was_a_tensor(wanted, result):
             return wanted
+        if wanted is None and self._folding.begins_a_chain(result):
+            return self.free(self._link_name(index, item), index)
         results = self._body.results(item)
         if len(results) == 1:
             return self.free(result_name(item, result), index)
@@ -76,6 +90,17 @@ class LocalNames:
     def _was_a_tensor(self, name: str, result: fx.Node) -> bool:
         """Whether the name of a tensor would stand for a number: `x.device` may still be read."""
         return _is_number(result) and not all(map(_is_number, self._bearers.get(name, ())))
+
+    def _name_in_list(self, index: int, item: fx.Node | Scope, result: fx.Node, name: str) -> str | None:
+        """Returns the `skip` of `skips.append(x)` where another value is called x while this is needed."""
+        line = self._body.line(item)
+        if line is None or line.assigned != (name,):
+            return None
+        needed = range(index + 1, min(self._folding.last_use(result), self._folding.end))
+        later = ((at, made) for at in needed for made in self._body.results(self._body.items[at]))
+        if all(self._body.author_name(self._body.items[at], made) != name for at, made in later):
+            return None
+        return name_in_list(line, name)
 
     def of_what_they_become(self, elements: Mapping[int, fx.Node | None]) -> dict[fx.Node, str]:
         """Returns the author's names for what each element alone is made into, if they all differ.
@@ -148,7 +173,7 @@ class LocalNames:
 
     def is_live(self, name: str, index: int) -> bool:
         """Whether the name stands for something that is still read after the statement at `index`."""
-        if name in self._body.symbols or name in self._called:
+        if name in self._body.symbols or name in self._called or name in self.sizes:
             return True
         return any(self._folding.last_use(node) > index for node in self._bearers.get(name, ()))
 

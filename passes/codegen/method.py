@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,11 +12,11 @@ import torch
 from torch import fx, nn
 
 from .body import NO_REGION, Body, Region
-from .cut import is_size, size_symbol, times_size
-from .expression import TIMES, Scene, Source
+from .cut import is_size, size_symbol
+from .expression import Scene, Source
 from .folding import Folding
 from .idioms import normalized
-from .layer_calls import call_arguments
+from .layer_calls import call_arguments, linear_of
 from .literals import identifier, plain
 from .local_names import LocalNames
 from .loops.author_loops import NO_COUNTER, NO_ROUND, Counter, Round, counter_of, list_of, round_of
@@ -24,11 +24,12 @@ from .loops.unfold_alike import unfold_alike
 from .naming import element_name, is_final, list_returned, operator_name, result_name
 from .scopes import Line, Scope, walk
 from .second_names import SecondName
+from .sizes import Sizes
 from .spell import spell
 from .stage_tree import DEVICE, StageTree
 from .statements import takes_apart
 
-_LONGEST_FOLDED = 88  # characters of a line that still reads well with its parts folded in
+LONGEST_FOLDED = 88  # characters of a line that still reads well with its parts folded in
 _SHORT_OPERAND = 40  # characters of an operand that fits on a line of its own when a statement takes several
 
 
@@ -49,6 +50,7 @@ class Statement:
     named: str = ""
     counter: Counter = NO_COUNTER
     listed: str = ""
+    together: tuple[str, ...] = ()
     round: Round = NO_ROUND
     is_pure: bool = False
 
@@ -88,18 +90,28 @@ def write_method(
     forward's own arguments, where these are not to be named after what this call is given.
 
     As much is folded as reads well. The body is written with all of it folded, and what makes a line too long
-    is unfolded, until no line is too long.
+    is unfolded, until no line is too long. If it reads a size often, it is written again with a name for it.
     """
     body = Body(tree, scope)
+    draft, method = _written(body, call_text, arguments, frozenset())
+    if named := draft.sizes.read_often(draft.texts):
+        draft, method = _written(body, call_text, arguments, named)
+    tree.names_given[id(scope)] = draft.names_given()
+    return method
+
+
+def _written(
+    body: Body, call_text: Callable[[Scope, Scope, list[str]], str], arguments: Sequence[str], sizes: Set[str]
+) -> tuple[_Draft, Method]:
+    """Writes a body with names for these sizes, until no line is too long."""
     kept: set[fx.Node] = set()
     size_readers: dict[fx.Node, set[int]] = {}
     while True:
-        draft = _Draft(body, Folding(body, kept, size_readers), call_text, arguments)
+        draft = _Draft(body, Folding(body, kept, size_readers), call_text, arguments, sizes)
         method = draft.write()
-        if not draft.too_long and not draft.lost_sizes:
-            tree.names_given[id(scope)] = draft.names_given()
-            return method
-        for node, index in draft.lost_sizes:
+        if not draft.too_long and not draft.sizes.lost:
+            return draft, method
+        for node, index in draft.sizes.lost:
             size_readers.setdefault(node, set()).add(index)
         kept |= unfold_alike(draft.folding, draft.too_long)
 
@@ -113,27 +125,33 @@ class _Draft:
         folding: Folding,
         call_text: Callable[[Scope, Scope, list[str]], str],
         arguments: Sequence[str],
+        sizes: Set[str],
     ) -> None:
         self.body = body
         self.folding = folding
         self.call_text = call_text
         self.arguments = arguments
-        self.names = LocalNames(body, folding)
+        self.names = LocalNames(body, folding, sizes)
+        self.sizes = Sizes(body, folding, self.names)
         self.sources: dict[fx.Node, Source] = {}
         self.too_long: set[fx.Node] = set()
-        self.lost_sizes: set[tuple[fx.Node, int]] = set()
+        self.texts: dict[int, str] = {}  # the statements by place, without second names
         self.position = 0  # the place of the item being written
         self.written: list[Statement] = []
 
     def write(self) -> Method:
         arguments = self._arguments()
         body = self.written
+        body += [Statement(text) for text in self.sizes.definitions()]
         for index, item in enumerate(self.body.items):
             self.position = index
-            body += self._statements(index, item)
+            for statement in self._statements(index, item):
+                self.texts[index] = statement.text
+                body.append(statement)
         self.position = self.folding.end
         if self.body.gives:
             body.append(self._return())
+            self.texts[self.position] = body[-1].text
         annotations = [_annotation(node) for node in self.body.reads]
         annotations += ["torch.device" if symbol == DEVICE else "int" for symbol in self.body.symbols]
         passes = self.body.tree.passes_through_in_evaluation(self.body.scope)
@@ -167,23 +185,21 @@ class _Draft:
         self._rename(index, item, results)
         target = self._target(index, item, results)
         text = f"{target} = {source.text}" if target else source.text
-        if len(text) > _LONGEST_FOLDED:
+        if len(text) > LONGEST_FOLDED:
             self._unfold(item, len(text))
         statement = Statement(text, *self._comment(item, results), self._region(item))
         return [self._with_its_loop(statement, item)]
 
     def _with_its_loop(self, statement: Statement, item: fx.Node | Scope) -> Statement:
-        line = self.body.line(item)
+        line, results = self.body.line(item), self.body.results(item)
+        named = self.body.author_name(item, results[0]) or "" if len(results) == 1 else ""
+        statement = replace(statement, named=named, together=self.body.names_together(item))
         own = None if line is None else line.of_the_author
         if line is None or own is None:
             return statement
-        listed = list_of(own) or list_returned(line) or ""
-        results = self.body.results(item)
-        named = self.body.author_name(item, results[0]) or "" if len(results) == 1 else ""
-        place = round_of(line)
+        place, listed = round_of(line), list_of(own) or list_returned(line) or ""
         is_pure = place.is_always and self.folding.is_pure(self.position)
-        statement = replace(statement, named=named, counter=counter_of(own), listed=listed)
-        return replace(statement, round=place, is_pure=is_pure)
+        return replace(statement, counter=counter_of(own), listed=listed, round=place, is_pure=is_pure)
 
     def _rename(self, index: int, item: fx.Node | Scope, results: Sequence[fx.Node]) -> None:
         """Writes the author's `residual = x` before `x = self.norm(x)`, where the old x is read again."""
@@ -281,6 +297,10 @@ class _Draft:
             return Source(self.call_text(self.body.scope, item, texts))
         if item in self.body.normalized:
             return normalized(self.body.normalized[item], self._scene())
+        layer = linear_of(self.body.tree, self.body.scope, item)
+        if layer is not None:
+            called = reference(_below(self.body.scope.path, layer))
+            return Source(f"{called}({self._scene().text(item.args[0])})")
         return spell(item, self._scene())
 
     def _scene(self) -> Scene:
@@ -301,26 +321,7 @@ class _Draft:
         return Source(reference(_below(self.body.scope.path, path)))
 
     def _size(self, symbol: int | str) -> Source:
-        if isinstance(symbol, int):
-            return Source(str(symbol))
-        if symbol == DEVICE:
-            return Source(self._device())
-        if symbol in self.body.symbols:
-            return Source(identifier(symbol))
-        bearers = [node for node in self.names.bound if symbol in self.body.tree.shape(node)]
-        if not bearers and (product := times_size(symbol)) is not None:
-            number, size = product
-            return Source(f"{number} * {self._size(size).text}", TIMES)
-        emitted = self.folding.emitted_at(self.position)
-        standing = [node for node in bearers if self.folding.last_use(node) >= emitted]
-        if not standing:  # its name may be reused by then: write again, with the tensor kept
-            standing = [node for node in bearers if node in self.body.reads]
-            assert standing, f"no tensor of {self.body.scope.path!r} has the size {symbol}"
-            self.lost_sizes.add((standing[0], self.position))
-        item = self.body.items[self.position] if self.position < self.folding.end else None
-        own = [node for node in self._unfolded_operands(item) if node in standing] if item is not None else []
-        bearer = (own or standing)[0]
-        return Source(f"{self.names.bound[bearer]}.shape[{self.body.tree.shape(bearer).index(symbol)}]")
+        return Source(self._device()) if symbol == DEVICE else self.sizes.spelled(symbol, self.position)
 
     def _device(self) -> str:
         if DEVICE in self.body.symbols:
@@ -348,14 +349,15 @@ class _Draft:
         inside = [node for node in self.body.operands_of(item) if node in self.folding.folded]
         lengths = {node: len(self.sources[node].text) for node in inside}
         for node, inner_length in lengths.items():
-            if inner_length > _LONGEST_FOLDED:
+            target = result_name(self.body.items[self.folding.maker[node]], node)
+            if len(f"{target} = ") + inner_length > LONGEST_FOLDED:
                 if not self._unfold(self.body.items[self.folding.maker[node]], inner_length):
                     self.too_long.add(node)
                 return True
         longest = max(inside, key=lengths.__getitem__, default=None)
         if longest is None:
             return False
-        if length - sum(lengths.values()) > _LONGEST_FOLDED and lengths[longest] <= _SHORT_OPERAND:
+        if length - sum(lengths.values()) > LONGEST_FOLDED and lengths[longest] <= _SHORT_OPERAND:
             return False
         while longest.target is torch.ops.aten.unsqueeze.default:  # several unsqueezes are one subscript
             base = longest.args[0]
@@ -369,7 +371,7 @@ class _Draft:
         texts = [self._expression(node).text for node in self.body.gives]
         statement = Statement(f"return {', '.join(texts)}")
         folded = [node for node in self.body.gives if node in self.folding.folded]
-        if len(statement.text) > _LONGEST_FOLDED:
+        if len(statement.text) > LONGEST_FOLDED:
             if len(self.body.gives) > 1:
                 self.too_long |= set(folded)
             elif folded:
@@ -402,17 +404,8 @@ class _Draft:
         if len(results) != 1:
             return place, ()
         shape = self.body.tree.shape(results[0])
-        before = [self.body.tree.shape(node) for node in self._unfolded_operands(item)]
+        before = [self.body.tree.shape(node) for node in self.folding.operands_of(item)]
         return place, () if before and before[0] == shape else shape
-
-    def _unfolded_operands(self, item: fx.Node | Scope) -> list[fx.Node]:
-        found: list[fx.Node] = []
-        for node in self.body.operands_of(item):
-            if node in self.folding.folded:
-                found += self._unfolded_operands(self.body.items[self.folding.maker[node]])
-            elif node.op != "get_attr":
-                found.append(node)
-        return found
 
 
 def _annotation(node: fx.Node) -> str:

@@ -13,7 +13,8 @@ from pd2bw_fx.names import free_name
 
 from .attributes import Attributes
 from .classes import ClassText, Draft, class_texts
-from .layers import constructor, is_layer, sequential
+from .layer_calls import idle_layers
+from .layers import constructor, sequential
 from .layout import WIDTH, signature_lines, written
 from .literals import MAIN, identifier, plain, quoted
 from .loops.rolled_up import rolled_up
@@ -156,16 +157,9 @@ class StageWriter:
 
     def _write_idle_layers(self, path: str, attributes: Attributes) -> None:
         """Adds layers that nobody calls, as layers, where all of their tensors are held here."""
-        owned = self.tree.owned[path]
-        for holder in sorted({name.rpartition(".")[0] for name in owned} - {path}):
-            module = self._module_at(holder)
-            if module is None or not is_layer(module, training=self.tree.model.training):
-                continue
-            tensors = {n for n, _ in module.named_parameters(remove_duplicate=False)}
-            tensors |= {n for n, _ in module.named_buffers(remove_duplicate=False)}
-            if {f"{holder}.{name}" for name in tensors} <= owned:
-                attributes.add(_relative(holder, path), constructor(module))
-                self._idle.add(holder)
+        for holder in idle_layers(self.tree, path):
+            attributes.add(_relative(holder, path), constructor(self.tree.modules[holder]))
+            self._idle.add(holder)
 
     def _constructor(self, scope: Scope) -> Template:
         """Returns what builds the module of a call; if the module has a class, that is drafted first."""

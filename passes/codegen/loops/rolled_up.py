@@ -21,6 +21,7 @@ from .comprehensions import as_comprehensions
 from .entries import Entry, entry_text, num_lines
 from .members import rolled
 from .rolling import in_rounds
+from .together import together
 
 _SUM_FROM_ZERO = re.compile(r"(\w+) = (0|0\.0) \+ (.+)")
 
@@ -33,7 +34,7 @@ def rolled_up(body: Sequence[Statement], attributes: Attributes) -> list[Entry]:
         entries = in_rounds(rolled([*zeros, *rest], attributes), attributes)
         if sum(map(num_lines, entries)) <= sum(map(num_lines, found)):
             found = _each_where_it_is_needed(entries[: len(zeros)], entries[len(zeros) :])
-    return as_comprehensions(found, attributes)
+    return together(as_comprehensions(found, attributes))
 
 
 def _taken_apart(body: Sequence[Statement]) -> tuple[list[Statement], list[Statement]]:

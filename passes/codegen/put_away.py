@@ -1,0 +1,69 @@
+"""What the author's lists call the values that are put into them: `skips.append(x)` makes x a skip.
+
+No operator does so, so a trace does not have it. It is read in the source.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+
+from .literals import identifier
+from .loops.author_loops import parsed
+from .scopes import Line
+
+_SHORTEST = 4  # characters of a list's name that says what is in it: "hs" does not
+_Event = tuple[int, str]  # a line, and the list that it puts the value into; "" where it makes another value
+_LOOPS = ast.For | ast.While
+_MAKING = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.For
+
+
+def name_in_list(made: Line, name: str) -> str | None:
+    """Returns "skip" where the author, after making a value of this name here, puts it into `skips`.
+
+    It is None where the name stands for another value by then, or says what the list does: `new_feature`. In
+    a loop, what comes next may be the next round.
+    """
+    for function in _functions(made.file):
+        if function.lineno <= made.number <= (function.end_lineno or 0):
+            found = next((held for _, held in _following(function, made.number, name)), "")
+            one = found.removesuffix("s")
+            is_a_word = len(found) >= _SHORTEST and one != found and one not in name
+            return identifier(one) if is_a_word else None
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def _functions(file: str) -> tuple[ast.FunctionDef, ...]:
+    """Returns the functions of a file, inner ones first."""
+    found = [node for node in ast.walk(parsed(file)) if isinstance(node, ast.FunctionDef)]
+    return tuple(reversed(found))
+
+
+def _following(function: ast.FunctionDef, number: int, name: str) -> list[_Event]:
+    """Lists what is done with a name after this line, in order."""
+    events = sorted(event for node in ast.walk(function) if (event := _event(node, name)) is not None)
+    loops = [node for node in ast.walk(function) if isinstance(node, _LOOPS)]
+    around = [loop for loop in loops if loop.lineno <= number <= (loop.end_lineno or 0)]
+    behind = [event for event in events if event[0] > number]
+    if not around:
+        return behind
+    inner = around[-1]
+    end = inner.end_lineno or 0
+    rest = [event for event in behind if event[0] <= end]
+    again = [event for event in events if inner.lineno <= event[0] <= number]
+    return [*rest, *again, *(event for event in behind if event[0] > end)]
+
+
+def _event(node: ast.AST, name: str) -> _Event | None:
+    """Returns what a statement does with a name: it puts its value into a list, or gives it another value."""
+    if isinstance(node, _MAKING):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        parts = [part for target in targets for part in getattr(target, "elts", [target])]
+        is_made = any(isinstance(part, ast.Name) and part.id == name for part in parts)
+        return (node.lineno, "") if is_made else None
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not node.args:
+        return None
+    held, value = node.func.value, node.args[-1]
+    is_put = node.func.attr in ("append", "insert") and isinstance(value, ast.Name) and value.id == name
+    return (node.lineno, held.id) if is_put and isinstance(held, ast.Name) else None

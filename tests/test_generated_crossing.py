@@ -1,0 +1,71 @@
+"""Values that cross between stages, or outlive their names, have names that tell them apart."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import Tensor, nn
+
+from pd2bw_fx import Constraints, split
+
+
+class _Skipping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoders = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.decoders = nn.ModuleList(nn.Linear(16, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = []
+        for encoder in self.encoders[:-1]:
+            x = encoder(x)
+            skips.append(x)
+            x = torch.tanh(x)
+        x = self.encoders[-1](x)
+        for decoder in self.decoders:
+            x = decoder(torch.cat([x, skips.pop()], dim=1))
+        return x.square().mean()
+
+
+def test_a_value_that_is_needed_longer_than_its_name_is_called_after_the_list_that_it_is_put_into() -> None:
+    halves = Constraints(stage_of={"encoders.2": 0, "decoders.0": 1})
+    pipe = split(_Skipping(), torch.randn(4, 8), cluster=2, costs="analytic", constraints=halves)
+    texts = [re.sub(r"  #.*", "", program.source) for program in pipe.stages]
+
+    assert """
+        skip = self.encoders[0](x)
+        x = torch.tanh(skip)
+        skip_2 = self.encoders[1](x)
+        x = torch.tanh(skip_2)
+        x = self.encoders[2](x)
+        joined = torch.cat([x, skip_2], dim=1)
+        return skip, joined
+""" in texts[0]
+    assert "x = self.decoders[1](torch.cat([x, skip], dim=1))" in texts[1]
+
+
+def test_values_of_one_name_that_cross_are_told_apart_by_the_modules_that_make_them() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = torch.tanh(self.first(x))
+            return self.second(hidden)  # type: ignore[no-any-return]
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.decoder = Half(), Half()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.encoder(x) + self.decoder(x)).square().mean()
+
+    firsts = {"encoder.first": 0, "decoder.first": 0, "encoder.second": 1, "decoder.second": 1}
+    pipe = split(
+        Both(), torch.randn(4, 8), cluster=2, costs="analytic", constraints=Constraints(stage_of=firsts)
+    )
+    assert "return encoder_hidden, decoder_hidden" in pipe.stages[0].source
+    assert "forward(self, encoder_hidden: Tensor, decoder_hidden: Tensor) -> Tensor:" in pipe.stages[1].source
