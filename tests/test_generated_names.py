@@ -348,3 +348,32 @@ def test_an_inner_operation_of_the_outermost_ones_kind_has_not_the_statements_na
         "h = self.a(x)",
         "h = square - difference",
     ]
+
+
+def _distance(found: Tensor, wanted: Tensor) -> Tensor:
+    error = found - wanted
+    return error.square().mean()
+
+
+def _with_penalty(output: Tensor, target: Tensor) -> Tensor:
+    distance = _distance(output, target)
+    penalty = torch.exp(0.5 * output).mean()
+    return distance + 0.1 * penalty
+
+
+def test_a_loss_outside_the_model_has_its_authors_names_and_lines() -> None:
+    first = _distance.__code__.co_firstlineno
+    example = torch.randn(4, 8)
+    pipe = split(
+        nn.Linear(8, 8), example, loss_fn=_with_penalty, example_targets=example, cluster=1, costs="analytic"
+    )
+    place = "# test_generated_names.py"
+    assert (
+        f"""
+        error = projected - targets  {place}:{first + 1}
+        distance = error.square().mean()  {place}:{first + 2}
+        penalty = torch.exp(0.5 * projected).mean()  {place}:{first + 7}
+        loss = distance + 0.1 * penalty  {place}:{first + 8}
+"""
+        in pipe.stages[0].source
+    )

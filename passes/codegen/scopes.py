@@ -178,9 +178,9 @@ def line_at(node: fx.Node, depth: int) -> Line | None:
     `Line.outer` is set where that forward had called a function.
     """
     calls = node.meta.get("nn_module_stack") or {}
-    if not any(not path for path, _ in calls.values()):
+    if calls and all(path for path, _ in calls.values()):
         return None
-    kinds = [str(kind) for _, kind in calls.values()]
+    kinds = [str(kind) for _, kind in calls.values()] or [""]  # a loss outside of the model is in no module
     if node.op == "call_module":
         del kinds[-1]  # torch.fx has not entered it
     frames = _frames_of_calls(frames_of(node), kinds)

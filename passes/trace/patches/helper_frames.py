@@ -9,7 +9,7 @@ import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from traceback import StackSummary
+from traceback import FrameSummary, StackSummary
 from typing import Any
 
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from torch.fx.proxy import TracerBase
 
 from pd2bw_fx.passes.trace.source_lines import is_the_authors
 
+RUN = "_run"  # the method that calls the model, and then its loss
 _OF_ATTENTION = {"multi_head_attention_forward", "_in_projection_packed", "_in_projection"}
 
 
@@ -24,26 +25,27 @@ _OF_ATTENTION = {"multi_head_attention_forward", "_in_projection_packed", "_in_p
 def record_helper_frames() -> Iterator[None]:
     """Keeps frames of functions in stack traces, if they come after a forward and lie beside its file.
 
-    After the last forward, frames of its whole package are kept.
+    After the last forward, frames of its whole package are kept. So are those of a loss outside the model.
     """
     plain = TracerBase._filter_traceback_frames
 
     def filtered(tracer: TracerBase, summary: StackSummary) -> StackSummary:
         kept = plain(tracer, summary)
         wanted = {(frame.filename, frame.lineno, frame.name) for frame in kept}
-        found, own, package = [], None, None
+        found, own, package = list[FrameSummary](), "", ""
         forwards = [at for at, f in enumerate(summary) if f.name == "forward" and is_the_authors(f.filename)]
+        loss = _beginning_of_a_loss(summary)
+        last = max([*forwards, loss or 0])
         for at, frame in enumerate(summary):
             is_kept = (frame.filename, frame.lineno, frame.name) in wanted
-            if is_kept and frame.name == "forward":
-                own = os.path.dirname(frame.filename) if is_the_authors(frame.filename) else None
-                package = None if own is None else _package(own)
+            if at == loss or (is_kept and frame.name == "forward"):
+                own, package = _folder_and_package(frame.filename)
             is_beside = False
-            if own is not None:
+            if own:
                 folder = os.path.dirname(frame.filename)
                 # Functions elsewhere in the package that come before another forward only wrap it.
                 is_theirs = is_the_authors(frame.filename) and _package(folder) == package
-                is_beside = folder == own or (at > forwards[-1] and is_theirs)
+                is_beside = folder == own or (at > last and is_theirs)
             is_of_attention = frame.name in _OF_ATTENTION and frame.filename == F.__file__
             if is_kept or is_of_attention or (is_beside and not frame.name.startswith("<")):
                 found.append(frame)
@@ -55,6 +57,21 @@ def record_helper_frames() -> Iterator[None]:
         yield
     finally:
         tracer._filter_traceback_frames = plain
+
+
+def _beginning_of_a_loss(summary: StackSummary) -> int | None:
+    """Returns the place of the frame of a function that computes the loss of what the model returns."""
+    runs = [
+        at for at, frame in enumerate(summary) if frame.name == RUN and not is_the_authors(frame.filename)
+    ]
+    begin = runs[-1] + 1 if runs else len(summary)
+    return begin if begin < len(summary) and is_the_authors(summary[begin].filename) else None
+
+
+def _folder_and_package(file: str) -> tuple[str, str]:
+    """Returns the folder of an author's file and the outermost one of its package; "" for other files."""
+    folder = os.path.dirname(file) if is_the_authors(file) else ""
+    return folder, _package(folder) if folder else ""
 
 
 @functools.cache
