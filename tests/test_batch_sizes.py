@@ -350,8 +350,8 @@ def test_parts_of_as_many_as_there_are_samples_leave_the_batch_open(tmp_path: Pa
 
     assert pipe.graph.batch_sizes == ANY_SIZE
     source = "".join(stage.source for stage in pipe.stages)
-    assert "left, right = both.split([x.shape[0], x.shape[0]])" in source
-    assert "torch.cat([both, both[: left.shape[0]]])" in source
+    assert "left, right = both.split([batch, batch])" in source
+    assert "torch.cat([both, both[:batch]])" in source
     pipe.verify(example={"x": rows(1), "y": rows(1)})
     pipe.export_onnx(tmp_path / "onnx")
 

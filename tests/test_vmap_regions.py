@@ -175,7 +175,7 @@ def test_a_number_of_flattened_samples_is_made_of_the_batch_size() -> None:
 
     x = torch.randn(7, 3, 8)
     torch.testing.assert_close(pipe.run(x)["output"], model(x))
-    assert any(re.search(r"3 \* \w+\.shape\[0\]", stage.source) for stage in pipe.stages)
+    assert any("3 * batch" in stage.source for stage in pipe.stages)
 
 
 def test_a_map_that_fixes_the_batch_is_traced_at_that_size() -> None:
