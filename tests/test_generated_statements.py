@@ -115,6 +115,27 @@ def test_values_of_one_statement_keep_their_lines_where_they_are_long() -> None:
     ]
 
 
+def test_a_loop_that_counts_all_members_of_a_list_goes_over_the_members() -> None:
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.experts = nn.Linear(8, 4), nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            chosen, out = self.gate(x).argmax(-1), torch.zeros_like(x)
+            for number, expert in enumerate(self.experts):
+                gate = torch.where(chosen == number, 1.0, 0.0)
+                out = out + gate[:, None] * torch.tanh(expert(x))
+            return out
+
+    assert _body(_Loss(Routed()), torch.randn(3, 8).double(), of="Routed")[1:] == [
+        "for number, expert in enumerate(self.experts):",
+        "gate = torch.where(chosen == number, 1.0, 0.0)",
+        "out = out + gate[:, None] * torch.tanh(expert(x))",
+        "return out",
+    ]
+
+
 def test_a_linear_layer_that_is_called_by_its_weights_is_called() -> None:
     class Attending(nn.Module):
         def __init__(self) -> None:

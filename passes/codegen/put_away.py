@@ -24,9 +24,14 @@ def name_in_list(made: Line, name: str) -> str | None:
     It is None where the name stands for another value by then, or says what the list does: `new_feature`. In
     a loop, what comes next may be the next round.
     """
-    for function in _functions(made.file):
-        if function.lineno <= made.number <= (function.end_lineno or 0):
-            found = next((held for _, held in _following(function, made.number, name)), "")
+    return _name_in_list(made.file, made.number, name)
+
+
+@functools.lru_cache(maxsize=1024)
+def _name_in_list(file: str, number: int, name: str) -> str | None:
+    for function in _functions(file):
+        if function.lineno <= number <= (function.end_lineno or 0):
+            found = next((held for _, held in _following(function, number, name)), "")
             one = found.removesuffix("s")
             is_a_word = len(found) >= _SHORTEST and one != found and one not in name
             return identifier(one) if is_a_word else None

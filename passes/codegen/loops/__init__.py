@@ -11,5 +11,7 @@ counted.py        numbers that change from round to round, as what the loop coun
 last_round.py     a last round whose lines are incomplete, because nobody reads their results
 looped.py         a body with a loop in place of its rounds
 comprehensions.py a loop that only fills a list, in one line
+over_members.py   a loop that counts the members of a list, as one over the members
+together.py       the values of one statement of the author's, in one line
 unfold_alike.py   gives the same lines to all rounds, where one has a line too long
 """

@@ -20,6 +20,7 @@ from pd2bw_fx.passes.codegen.method import Statement
 from .comprehensions import as_comprehensions
 from .entries import Entry, entry_text, num_lines
 from .members import rolled
+from .over_members import over_members
 from .rolling import in_rounds
 from .together import together
 
@@ -34,7 +35,7 @@ def rolled_up(body: Sequence[Statement], attributes: Attributes) -> list[Entry]:
         entries = in_rounds(rolled([*zeros, *rest], attributes), attributes)
         if sum(map(num_lines, entries)) <= sum(map(num_lines, found)):
             found = _each_where_it_is_needed(entries[: len(zeros)], entries[len(zeros) :])
-    return together(as_comprehensions(found, attributes))
+    return over_members(together(as_comprehensions(found, attributes)), attributes)
 
 
 def _taken_apart(body: Sequence[Statement]) -> tuple[list[Statement], list[Statement]]:
