@@ -410,8 +410,9 @@ class Experts(nn.Module):
 
 def test_a_sum_from_zero_and_a_slice_from_the_start_are_in_the_loop_and_a_list_is_in_one_line() -> None:
     source = _source(Experts(), torch.randn(3, 8))
-    assert "mixed = 0\n        penalty = 0.0\n        for number in range(3):" in source
-    inside = _inside(source, "for number in range(3):")
+    header = "for number, expert in enumerate(self.experts):"
+    assert f"mixed = 0\n        penalty = 0.0\n        {header}" in source
+    inside = _inside(source, header)
     assert "mixed = mixed + shares[:, number : number + 1] * y" in inside
     assert "penalty = penalty + y.square().mean()" in inside
     assert "parts = [head(mixed).sum(-1) for head in self.heads]" in source
