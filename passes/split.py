@@ -22,7 +22,7 @@ from pd2bw_fx.program import one_at_a_time
 from .coarsen import coarsen
 from .codegen import generate
 from .plan_request import PlanRequest
-from .schedule import check_schedule, registered_method, schedule_of
+from .schedule import check_method, registered_method, schedule_of
 from .split_onnx import takes_onnx_too
 from .trace.eager_run import blaming_the_model
 from .trace_and_profile import Inputs, Pricing, ProfiledModel, profile_of_pipeline, trace_and_profile
@@ -137,7 +137,7 @@ def split(
     plan, shape = request.plan_and_shape(coarsen(known.graph, known.costs, chosen))
     schedule = schedule_of(plan.method, shape, updates=range(_UPDATES_SHOWN), drain=True)
     if registered_method(plan.method) is not None:
-        check_schedule(schedule)  # tests hold ours to their rules
+        check_method(plan.method, shape)  # tests hold ours to their rules
     pipeline = Pipeline(
         graph=known.graph,
         costs=known.costs,

@@ -15,7 +15,7 @@ from pd2bw_fx.models.mlp import MLP, MLPConfig
 from pd2bw_fx.passes.schedule import Method, StageMethod, method_of, register_method
 from pd2bw_fx.passes.schedule.flushed import GPipe
 from pd2bw_fx.passes.schedule.interleaved import Interleaved
-from pd2bw_fx.passes.schedule.streamed import PipelinedBackpropagation
+from pd2bw_fx.passes.schedule.streamed import PipelinedBackpropagation, TwoBuffered
 from pd2bw_fx.runtime.reference import train_reference
 
 
@@ -159,7 +159,103 @@ class Given(InWaves):
         return self.given
 
 
-@pytest.mark.parametrize("given", [None, [("F", 0)], [(Kind.FORWARD, None)], [Kind.FORWARD]])
+class Elsewhere(InWaves):
+    """Its backwards are of a stage that there is not."""
+
+    name = "elsewhere"
+
+    def order(
+        self, shape: Shape, rank: int, updates: range, *, drain: bool, empty_before: int
+    ) -> Iterator[tuple[Kind, int, int]]:
+        cells = super().order(shape, rank, updates, drain=drain, empty_before=empty_before)
+        yield from ((kind, 7 if kind is Kind.BACKWARD else stage, number) for kind, stage, number in cells)
+
+
+class Cramped(InWaves):
+    """Says that it holds fewer microbatches than it does."""
+
+    name = "cramped"
+
+    def in_flight(self, shape: Shape, stage: int) -> int:
+        return 1
+
+
+class Swapped(InWaves):
+    """Two versions, of which its backwards run on the one that their forwards did not run on."""
+
+    name = "swapped"
+
+    def num_versions(self, shape: Shape, stage: int) -> int:
+        return 2
+
+    def backward_version(self, shape: Shape, stage: int, microbatch: int, *, empty_before: int = 0) -> int:
+        return max(0, microbatch // shape.microbatches_per_update - 1)
+
+
+class SaidToBeEmpty(TwoBuffered):
+    """Leaves microbatches in flight, and says that it does not."""
+
+    name = "said to be empty"
+    is_synchronous = True
+
+
+class FillsAgain(TwoBuffered):
+    """Begins each range of updates as if the pipeline were empty, and forgets what is in flight."""
+
+    name = "fills again"
+
+    def turns(
+        self, shape: Shape, stage: int, updates: range, *, drain: bool, empty_before: int
+    ) -> Iterator[tuple[Kind, int]]:
+        begun = updates.start if updates else empty_before
+        return super().turns(shape, stage, updates, drain=drain, empty_before=begun)
+
+
+class NeverEmpty(TwoBuffered):
+    """Goes on after a flush as if microbatches were still in flight."""
+
+    name = "never empty"
+
+    def turns(
+        self, shape: Shape, stage: int, updates: range, *, drain: bool, empty_before: int
+    ) -> Iterator[tuple[Kind, int]]:
+        return super().turns(shape, stage, updates, drain=drain, empty_before=0)
+
+
+@pytest.mark.parametrize(
+    ("method", "complaint"),
+    [
+        (Elsewhere(), r"rank 0, action 4, B1\(stage 7, W0\): there are stages 0 to 1"),
+        (Cramped(), r"F1\(stage 0, W0\): 1 microbatches are in flight, and its memory holds 1"),
+        (Swapped(), r"B5\(stage 0, W0\): its forward ran on W1"),
+        (SaidToBeEmpty(), r"is_synchronous says that no update leaves anything in flight: rank 0 ends"),
+        (FillsAgain(), r"asked for one update after another: rank 0, action 10, F4.*: 3 microbatches"),
+        (NeverEmpty(), r"and flushed after the first: rank 0, action 17, RB1\(stage 0.*: it was done before"),
+    ],
+    ids=lambda given: given.name if isinstance(given, StageMethod) else "",
+)
+def test_a_method_that_an_engine_cannot_run_is_refused_at_once(method: StageMethod, complaint: str) -> None:
+    register_method(method)
+
+    pipe = pd2bw_fx.split(MLP(MLPConfig()), cluster=2, costs="analytic", method="1f1b")
+    with pytest.raises(ScheduleError, match=complaint):
+        pipe.train_local([], optimizer=torch.optim.Adam, method=method.name)
+    with pytest.raises(ScheduleError):
+        pd2bw_fx.split(pipe, cluster=2, costs="analytic", method=method.name)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        None,
+        [("F", 0)],
+        [(Kind.FORWARD, None)],
+        [Kind.FORWARD],
+        [(Kind.FORWARD, 0.0)],
+        [(Kind.UPDATE, "0")],
+        [(Kind.SEND_GRADIENT, 0)],
+    ],
+)
 def test_turns_that_are_none_are_told(given: Any) -> None:
     method = Given()
     method.given = given
@@ -167,6 +263,18 @@ def test_turns_that_are_none_are_told(given: Any) -> None:
 
     with pytest.raises(InputError, match=r"the turns of the method 'given' have .*; expected pairs such as"):
         pd2bw_fx.split(MLP(MLPConfig()), cluster=2, costs="analytic", method="given")
+
+
+def test_an_order_without_stages_is_told() -> None:
+    class Stageless(InWaves):
+        name = "stageless"
+
+        def order(self, *_: Any, **__: Any) -> Any:
+            return [(Kind.FORWARD, 0)]
+
+    register_method(Stageless())
+    with pytest.raises(InputError, match=r"the order of the method 'stageless' has .*; expected a comp"):
+        pd2bw_fx.split(MLP(MLPConfig()), cluster=2, costs="analytic", method="stageless")
 
 
 def test_a_method_that_does_nothing_is_refused() -> None:

@@ -244,6 +244,17 @@ def test_a_rank_that_does_nothing_and_one_that_does_another_s_are_noticed() -> N
         check_schedule(replace(trained, ranks=(foreign, trained.ranks[1])))
 
 
+def test_a_backward_that_is_done_twice_in_two_ways_and_one_of_inference_are_noticed() -> None:
+    whole = build("1f1b", 1, 1, range(1))
+    again = replace(whole, ranks=((*whole.ranks[0][:2], Action(Kind.INPUT_GRADIENT, 0, 0, 0)),))
+    with pytest.raises(ScheduleError, match=r"I0\(stage 0, W0\): the whole backward was done before"):
+        check_schedule(again)
+
+    forwards = build("inference", 1, 1, range(1))
+    with pytest.raises(ScheduleError, match=r"B0\(stage 0, W0\): inference has no backwards"):
+        check_schedule(replace(forwards, ranks=whole.ranks))
+
+
 def test_a_third_version_is_noticed() -> None:
     good = build("2bw", 2, 2, range(3))
     stashing = replace(good, weight_versions=1)

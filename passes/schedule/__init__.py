@@ -20,6 +20,7 @@ draws them. `register_method` adds a method of a user's own.
 
 from .build import SYNCHRONOUS, build_schedule, schedule_of
 from .check import check_schedule
+from .check_method import check_method
 from .flushed import BaPipe, warm_up_forwards
 from .method import Method, Placing, StageMethod
 from .methods import METHODS, method_of, register_method, registered_method, training_methods
@@ -35,6 +36,7 @@ __all__ = [
     "Placing",
     "Times",
     "build_schedule",
+    "check_method",
     "check_schedule",
     "keeping",
     "keeping_copies",

@@ -30,9 +30,10 @@ def check_schedule(schedule: Schedule, *, in_flight: Sequence[int] | None = None
     for rank, actions in enumerate(schedule.ranks):
         cells: dict[int, _StageCheck] = {}
         for position, action in enumerate(actions):
-            limit = None if in_flight is None else in_flight[action.stage]
             cell = cells.get(action.stage)
             if cell is None:
+                is_known = in_flight is not None and 0 <= action.stage < len(in_flight)
+                limit = in_flight[action.stage] if in_flight is not None and is_known else None
                 cell = cells[action.stage] = _StageCheck(schedule, rank, action.stage, limit)
             trouble = cell.trouble_with(action)
             if trouble is not None:
@@ -114,16 +115,22 @@ class _StageCheck:
             return f"{missing[0]}{microbatch} of its stage must come before it"
         if kind is Kind.BACKWARD and (Kind.INPUT_GRADIENT, microbatch) in self.done:
             return "half of it was done before"
+        if kind is Kind.INPUT_GRADIENT and (Kind.BACKWARD, microbatch) in self.done:
+            return "the whole backward was done before"
         if (trouble := self._trouble_with_method(action)) is not None:
             return trouble
         if kind not in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT):
             return None
+        if not self._trains:
+            return None if kind is Kind.FORWARD else f"{self.schedule.method} has no backwards"
         oldest = self.newest - self.versions + 1
-        if self._trains and not oldest <= action.version <= self.newest:
+        if not oldest <= action.version <= self.newest:
             return (
                 f"W{action.version} is {'gone' if action.version < oldest else 'not made yet'}; alive are "
                 f"W{max(oldest, 0)} to W{self.newest}"
             )
+        if kind is not Kind.FORWARD and self._keeps_versions and action.version != self.open[microbatch]:
+            return f"its forward ran on W{self.open[microbatch]}, which backwards run on too"
         if kind is Kind.FORWARD and self.limit is not None and len(self.open) >= self.limit:
             return f"{len(self.open)} microbatches are in flight, and its memory holds {self.limit}"
         return None
@@ -154,7 +161,7 @@ class _StageCheck:
             return f"update {update} has {self.gradients.get(update, 0)} of its {self.share} backwards"
         overwritten = version - self.versions
         users = [microbatch for microbatch, used in self.open.items() if used == overwritten]
-        if users and (self.method is None or self.method.keeps_versions):
+        if users and self._keeps_versions:
             return f"it overwrites W{overwritten}, which microbatch {min(users)} needs for its backward"
         return None
 
@@ -169,6 +176,10 @@ class _StageCheck:
     @property
     def _trains(self) -> bool:
         return self.method is None or self.method.trains
+
+    @property
+    def _keeps_versions(self) -> bool:
+        return self.method is None or self.method.keeps_versions
 
     def _perform(self, action: Action) -> None:
         if action.kind is Kind.UPDATE:

@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from enum import Enum, auto
 from functools import lru_cache
+from numbers import Integral
+from typing import Any
 
 from pd2bw_fx.actions import Action, Kind, Shape
 from pd2bw_fx.costs import Kept
@@ -21,6 +23,7 @@ from .times import Times
 _FEWEST_UPDATES, _MOST_UPDATES = 3, 768  # to count microbatches in flight over
 
 Cell = tuple[Kind, int, int]  # a computation: kind, stage, microbatch (or number of the update)
+_COMPUTATIONS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT, Kind.UPDATE)
 
 
 class Placing(Enum):
@@ -142,7 +145,7 @@ class Method(ABC):
                 f"updates is {updates}, empty before update {empty_before}; expected consecutive updates "
                 "that do not begin before the pipeline was empty"
             )
-        cells = self.order(shape, rank, updates, drain=drain, empty_before=empty_before)
+        cells = _cells(self, shape, rank, updates, drain=drain, empty_before=empty_before)
         return tuple(self._with_transfers(shape, cells, empty_before))
 
     def _with_transfers(self, shape: Shape, cells: Iterator[Cell], empty_before: int) -> Iterator[Action]:
@@ -164,6 +167,28 @@ class Method(ABC):
                 yield Action(kind, stage, number, version)
                 if stage > 0 and kind is not Kind.WEIGHT_GRADIENT:
                     yield Action(Kind.SEND_GRADIENT, stage, number, version)
+
+
+def _cells(
+    method: Method, shape: Shape, rank: int, updates: range, *, drain: bool, empty_before: int = 0
+) -> Iterator[Cell]:
+    """Yields the rank's computations. Raises InputError for what is none."""
+    for cell in method.order(shape, rank, updates, drain=drain, empty_before=empty_before):
+        if not _is_computation(cell, num_numbers=2):
+            raise InputError(
+                f"the order of the method {method.name!r} has {cell!r}; expected a computation such as "
+                f"(Kind.FORWARD, 0, 0): its kind ({', '.join(kind.name for kind in _COMPUTATIONS)}), stage "
+                "and microbatch or update"
+            )
+        yield cell
+
+
+def _is_computation(found: Any, *, num_numbers: int) -> bool:
+    if not isinstance(found, tuple) or len(found) != 1 + num_numbers:
+        return False
+    kind, *numbers = found
+    known = isinstance(kind, Kind) and kind in _COMPUTATIONS
+    return known and all(isinstance(number, Integral) for number in numbers)
 
 
 @lru_cache(maxsize=1024)
@@ -210,7 +235,7 @@ def _moments(method: Method, shape: Shape, stage: int, updates: range) -> Iterat
     stage holds gradients."""
     for rank in method.ranks_of(shape, stage):
         in_flight, has_gradients = 0, False
-        for kind, of_stage, _ in method.order(shape, rank, updates, drain=True, empty_before=0):
+        for kind, of_stage, _ in _cells(method, shape, rank, updates, drain=True):
             if of_stage != stage:
                 continue
             if kind is Kind.FORWARD:
@@ -300,12 +325,13 @@ class StageMethod(Method):
         count = shape.replicas_of(stage)
         turns = self.turns(shape, stage, updates, drain=drain, empty_before=empty_before)
         for turn in turns if isinstance(turns, Iterable) else (turns,):
-            kind, number = turn if isinstance(turn, tuple) and len(turn) == 2 else (turn, None)
-            if not isinstance(kind, Kind) or number is None:
+            if not isinstance(turn, tuple) or not _is_computation(turn, num_numbers=1):
                 raise InputError(
                     f"the turns of the method {self.name!r} have {turn!r}; expected pairs such as "
-                    "(Kind.FORWARD, 0): an action's kind, and a microbatch or update"
+                    "(Kind.FORWARD, 0): a computation's kind "
+                    f"({', '.join(kind.name for kind in _COMPUTATIONS)}), and a microbatch or update"
                 )
+            kind, number = turn
             yield kind, stage, number if kind is Kind.UPDATE else number * count + replica
 
     @abstractmethod

@@ -12,7 +12,7 @@ from pd2bw_fx.actions import RunRequest, Shape
 from pd2bw_fx.batch import BatchLayout
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import OperatorGraph, ParameterSpec, TensorSpec
-from pd2bw_fx.passes.schedule import METHODS, Method, Placing, check_schedule, method_of, schedule_of
+from pd2bw_fx.passes.schedule import METHODS, Method, Placing, check_method, method_of
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.runtime.recompute import unread_statistics
 from pd2bw_fx.source_check import uses_vary
@@ -21,9 +21,6 @@ from pd2bw_fx.state import as_state_dict, require_scalar_loss, require_values
 
 if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
-
-
-_UPDATES_CHECKED = 3  # the pipeline fills, is in its steady state, and drains
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,15 +160,8 @@ def work_for(pipeline: Pipeline, request: RunRequest) -> Work:
     if isinstance(request.replicas, int) and request.replicas < 1:
         raise InputError(f"replicas={request.replicas}; at least one process for each stage was expected")
     shape = pipeline.shape(replace(request, replicas=None) if request.replicas == 1 else request)
-    _require_runnable(rules, shape)
+    check_method(name, shape)
     return Work(rules.name, shape)
-
-
-def _require_runnable(rules: Method, shape: Shape) -> None:
-    """Raises ScheduleError with the first impossible action, at which ranks would wait for each other."""
-    schedule = schedule_of(rules.name, shape, updates=range(_UPDATES_CHECKED), drain=True)
-    held = [rules.in_flight(shape, stage) for stage in range(shape.num_stages)]
-    check_schedule(schedule, in_flight=held)
 
 
 def _require_steady_parameters(pipeline: Pipeline, work: Work) -> None:
