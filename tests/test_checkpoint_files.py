@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LinearLR, StepLR
 
 import pd2bw_fx
 from pd2bw_fx.errors import InputError, PlanMismatchError, WorkerError
+from pd2bw_fx.runtime.rank_runner import RankRunner
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -118,6 +119,33 @@ def test_a_disk_that_is_full_is_not_left_full(folder: Path) -> None:
     resumed(folder)
 
 
+def test_a_checkpoint_without_hashes_in_its_json_is_an_earlier_version_s(folder: Path) -> None:
+    for name in ("checkpoint.json", "rank_0.json"):
+        file = folder / "update_000002" / name
+        data = json.loads(file.read_text())
+        del data["hash"]
+        file.write_text(json.dumps(data))
+    resumed(folder)
+
+
+def test_a_folder_that_is_no_path_leaves_the_engine_as_it_was() -> None:
+    with engine() as made:
+        for call in (made.save_checkpoint, made.load_checkpoint):
+            with pytest.raises(InputError, match="folder is None; a path, as a text or a Path, was expected"):
+                call(None)  # type: ignore[arg-type]
+        made.step(torch.randn(4, 4))
+
+
+def test_a_call_is_named_while_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+    with engine() as made:
+        monkeypatch.setattr(RankRunner, "settle", lambda runner: told.append(made.doing()))
+        made.step(torch.randn(4, 4))
+        made.eval(torch.randn(4, 4))
+        told.append(made.doing())
+        assert [*dict.fromkeys(told)] == ["at the end of the pipeline", "in an evaluation", "after 1 update"]
+
+
 def test_a_name_of_the_newest_that_is_none_is_told(folder: Path) -> None:
     (folder / "latest").write_bytes(b"\xff\xfe")
     with pytest.raises(PlanMismatchError, match=r"latest cannot be read .*write the name of a checkpoint"):
@@ -158,6 +186,8 @@ def test_a_bit_that_has_turned_is_noticed(folder: Path) -> None:
         ("rank_0.json", lambda data: {key: data[key] for key in data if key != "options"}),
         ("checkpoint.json", lambda data: data | {"colour": "red"}),
         ("checkpoint.json", lambda data: [data]),
+        ("checkpoint.json", lambda data: data | {"updates": 3}),
+        ("rank_0.json", lambda data: data | {"groups": [data["groups"][0] | {"lr": 0.02}]}),
     ],
 )
 def test_files_that_say_something_else_are_damaged(

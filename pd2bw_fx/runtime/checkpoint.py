@@ -14,6 +14,7 @@ on two.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -35,6 +36,7 @@ from pd2bw_fx.tensor_files import save_tensors, shape_in, tensor_in
 
 _NAME = re.compile(r"update_(\d{6,})")
 _LATEST = "latest"
+_HASH = "hash"  # the key of a JSON file's hash of its other values
 _KEPT = 2
 _SCHEMA = 4
 
@@ -104,8 +106,7 @@ def save(
             if rank == 0:
                 described = {"schema": _SCHEMA} | asdict(header)
                 with _writing(folder):
-                    text = json.dumps(described, indent=1)
-                    (partial / "checkpoint.json").write_text(text, encoding="utf-8")
+                    (partial / "checkpoint.json").write_text(_sealed(described), encoding="utf-8")
                     make_durable(partial)
                     _publish(folder, partial, name)
     except InputError:
@@ -121,7 +122,7 @@ def _write(partial: Path, rank: int, state: RankState) -> None:
     file = partial / f"rank_{rank}.safetensors"
     save_tensors(tensors, file)
     details["sha256"] = sha256(file)
-    (partial / f"rank_{rank}.json").write_text(_plain(details), encoding="utf-8")
+    (partial / f"rank_{rank}.json").write_text(_sealed(details), encoding="utf-8")
 
 
 @contextmanager
@@ -177,14 +178,20 @@ def _numbers(folder: Path) -> dict[Path, int]:
     return {path: int(match[1]) for path, match in named if match is not None}
 
 
-def _plain(details: Mapping[str, Any]) -> str:
+def _sealed(details: Mapping[str, Any]) -> str:
+    """Returns JSON with a hash of its own values, by which a turned bit is noticed."""
     try:
-        return json.dumps(details, indent=1)
+        written = json.loads(json.dumps(details))  # as it will be read: with texts as keys, and lists
     except TypeError as error:
         raise InputError(
             f"the optimizer or scheduler has options that cannot be written as JSON ({error}); use one whose "
             "state is made of numbers, texts and tensors"
         ) from error
+    return json.dumps(written | {_HASH: _hash_of(written)}, indent=1)
+
+
+def _hash_of(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 class Checkpoint:
@@ -312,6 +319,8 @@ class Checkpoint:
             raise self._damaged(name, str(error)) from error
         if not isinstance(read, dict):
             raise self._damaged(name, "no object of JSON")
+        if read.pop(_HASH, None) not in (None, _hash_of(read)):  # earlier versions wrote none
+            raise self._damaged(name, "its hash is another one")
         return read
 
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pd2bw_fx.actions import RunRequest
+from pd2bw_fx.arguments import require_path
 from pd2bw_fx.errors import InputError, WorkerError
 from pd2bw_fx.metrics import Record
 from pd2bw_fx.runtime.action_stream import ActionStream
@@ -375,6 +376,7 @@ class Engine:
         cannot be written; the engine is then as before. Raises WorkerError for weights that are not finite,
         unless `stop_at_nan` is False.
         """
+        require_path("folder", folder)
         self.flush()
         with self._calls.agreeing("writing a checkpoint") as together:
             job = self.job
@@ -402,6 +404,7 @@ class Engine:
         and after PlanMismatchError for a checkpoint with a file missing, or with parameters or buffers that
         are not this model's by name and shape.
         """
+        require_path("folder", folder)
         self.flush()
         with self._calls.reading_a_batch("looking for a checkpoint", self.updates):
             checkpoint = Checkpoint(folder, rank=self.rank)
@@ -503,10 +506,8 @@ class Engine:
         return loss.as_read()
 
     def doing(self) -> str:
-        """Returns what this rank is doing, for a message: the update, and the action in it."""
-        where = self._runner.where()
-        update = max(0, self.updates - 1) if where else self.updates  # the one at work is counted already
-        return f"in update {update}{where}"
+        """Returns what this rank is doing, for a message: its call, and the action in it."""
+        return self._calls.doing() or f"after {counted(self.updates, 'update')}"
 
 
 def _close_at_exit(known: weakref.ref[Engine]) -> None:

@@ -43,6 +43,7 @@ class SharedCalls:
         self._name = control.group_name
         self._num_refused = 0
         self._has_told = False  # whether this rank has told the others why it ends
+        self._call = ""  # what this rank's present call does
         self._where: Callable[[], str] = str  # at which action this rank is, for the end of a message
         self._why_broken: str | None = None  # this rank's own failure; None if another rank was the first
         if self._rank == 0:
@@ -51,6 +52,11 @@ class SharedCalls:
     def perform_by(self, where: Callable[[], str]) -> None:
         """Takes note of what says at which action of a schedule this rank is."""
         self._where = where
+
+    def doing(self) -> str:
+        """Returns what this rank does in its present call, with the action; nothing between calls."""
+        call = self._call  # read once: the watch's thread asks while this rank goes on
+        return call and call + self._where()
 
     @contextmanager
     def shared(self, doing: str, *, alone: bool = False, on: str = "") -> Iterator[None]:
@@ -71,6 +77,7 @@ class SharedCalls:
                 "the process group was destroyed while the engine was open; call engine.close() before "
                 "dist.destroy_process_group(), or make the engine in a with statement"
             )
+        outer, self._call = self._call, doing
         try:
             watch = _NOBODY if self.world is None else self.world.watch
             if not alone:
@@ -91,6 +98,8 @@ class SharedCalls:
                 at = doing + self._where()
                 self._why_broken = f"rank {self._rank} ({self._described}) failed {at}: {error!r}"
             raise
+        finally:
+            self._call = outer
 
     @contextmanager
     def reading_a_batch(self, doing: str, update: int) -> Iterator[None]:
