@@ -304,6 +304,15 @@ def test_an_optimizer_that_computes_losses_itself_is_refused() -> None:
         RankOptimizer(parameters("norm"), EVERYWHERE, torch.optim.LBFGS)
 
 
+def test_a_scheduler_of_another_optimizer_is_refused() -> None:
+    """It would step without an error, and no learning rate that trains would change."""
+    another = torch.optim.SGD(parameters("norm").values(), lr=0.1)
+    with pytest.raises(
+        InputError, match="lr_scheduler gave a MultiStepLR of another optimizer than the one it"
+    ):
+        RankOptimizer(parameters("norm"), EVERYWHERE, torch.optim.SGD, lambda _: MultiStepLR(another, [1]))
+
+
 def test_an_optimizer_of_sparse_gradients_is_refused() -> None:
     with pytest.raises(InputError, match="SparseAdam takes sparse gradients"):
         RankOptimizer(parameters("norm"), EVERYWHERE, torch.optim.SparseAdam)

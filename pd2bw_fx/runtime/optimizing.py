@@ -72,7 +72,7 @@ class RankOptimizer:
         _require_no_hooks(parameters)
         if scheduler is not None:
             self._scheduler = scheduler(self.optimizer)
-            _require_scheduler(self._scheduler)
+            _require_scheduler(self._scheduler, self.optimizer)
 
     @property
     def learning_rates(self) -> tuple[float, ...]:
@@ -331,7 +331,7 @@ def _require_no_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
             )
 
 
-def _require_scheduler(made: Any) -> None:
+def _require_scheduler(made: Any, optimizer: Optimizer) -> None:
     if not hasattr(made, "step"):
         raise InputError(
             f"lr_scheduler gave a {type(made).__name__}; a function was expected that makes a "
@@ -341,4 +341,11 @@ def _require_scheduler(made: Any) -> None:
         raise InputError(
             "ReduceLROnPlateau wants a metric at every step, which a pipeline's update does not have; "
             "use a scheduler that steps by itself, such as CosineAnnealingLR"
+        )
+    of_groups = getattr(getattr(made, "optimizer", optimizer), "param_groups", optimizer.param_groups)
+    if of_groups is not optimizer.param_groups:
+        raise InputError(
+            f"lr_scheduler gave a {type(made).__name__} of another optimizer than the one it was given, and "
+            "would change no learning rate; make it of that one: "
+            "lambda optimizer: CosineAnnealingLR(optimizer, 1000)"
         )
