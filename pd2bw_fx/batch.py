@@ -350,6 +350,9 @@ class BatchLayout:
                 "; torch.as_tensor makes one of it" if kind in ("ndarray", "list", "float", "int") else ""
             )
             raise InputError(f"the batch's {known} is a {kind}; a tensor was expected{advice}")
+        if value.layout is not torch.strided or value.is_meta:
+            what = "has no values, on the meta device" if value.is_meta else f"is in layout {value.layout}"
+            raise InputError(f"the batch's {known} {what}; a dense tensor with values was expected")
         if value.dtype is not known.dtype or value.dim() != known.num_dims:
             raise InputError(
                 f"the batch's {known} is {dtype_name(value.dtype)} with {value.dim()} dimensions; expected "

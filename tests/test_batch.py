@@ -105,6 +105,8 @@ def test_a_layout_survives_json() -> None:
         ((X, (A,), Y), r"no pair\[1\]: 1 is not in a tuple"),
         ((X, (A, B.float()), Y), r"pair\[1\] is float32 with 1 dimensions; expected int64 with 1"),
         ((X, (A, 3), Y), r"pair\[1\] is a int; a tensor was expected"),
+        ((X.to_sparse(), (A, B), Y), r"x is in layout torch.sparse_coo; a dense tensor with values was exp"),
+        ((X.to("meta"), (A, B), Y), r"x has no values, on the meta device; a dense tensor with values was"),
         ((X[0], (A, B), Y), r"x is float32 with 1 dimensions; expected float32 with 2"),
         (X, r"the batch is one tensor, which would be its targets; expected x, pair\[0\]"),
         ([Y], r"the batch is one tensor, which would be its targets"),

@@ -258,6 +258,8 @@ def test_an_option_that_cannot_be_is_refused_by_the_engine(
         ),
         ({"record": -1}, "record is -1; a whole number of zero or more was expected"),
         ({"seed": "x"}, "seed is 'x'; a whole number or None was expected"),
+        ({"seed": 2**64}, "seed is 18446744073709551616; torch's generators take up to 64 bits"),
+        ({"device": "gpu7"}, "device is 'gpu7'; a device such as 'cpu' or 'cuda:0' was expected"),
         ({"on_update": 3}, "on_update is 3; a function of the update's number and its loss"),
         (
             {"on_update": lambda update: None},

@@ -103,6 +103,8 @@ class EngineOptions:
             self._check_compile()
         if self.seed is not None:
             require_kind("seed", self.seed, int, "a whole number or None")
+            if not -(2**63) <= self.seed < 2**64:
+                raise InputError(f"seed is {self.seed}; torch's generators take up to 64 bits")
         require_whole_number("record", self.record, least=0)
         require_positive("timeout_s", self.timeout_s)
 

@@ -33,7 +33,10 @@ def local_device(planned: Planned, wanted: torch.device | str | None = None) -> 
     each of them other GPUs, the ranks take the GPUs in turn by their local rank. Raises InputError where
     there is none.
     """
-    device = torch.device(("cuda" if planned.kind == "cuda" else "cpu") if wanted is None else wanted)
+    try:
+        device = torch.device(("cuda" if planned.kind == "cuda" else "cpu") if wanted is None else wanted)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"device is {wanted!r}; a device such as 'cpu' or 'cuda:0' was expected") from error
     if device.type != "cuda":
         return device
     count = torch.cuda.device_count()
