@@ -116,6 +116,8 @@ MISTAKES = {
     "size": "InputError: the pipeline has 3 stages and there are 2 processes",
     "microbatches": "InputError: 2bw with 1 microbatch an update on 2 stages",
     "batches": "InputError: rank 1 was given another batch than rank 0",
+    "clipping": "InputError: rank 1 was given max_gradient_norm=1.0, and rank 0 max_gradient_norm=None",
+    "method": "InputError: rank 1 was given method='1f1b', and rank 0 method='2bw'",
     "disk": "no checkpoint can be written to",
     "count": "InputError: microbatches_per_update is '2'; a whole number",
 }

@@ -50,6 +50,7 @@ from pd2bw_fx.runtime.world import (
     agreed_seed,
     collected,
     compare_batches,
+    compare_options,
     job_of_this_rank,
     local_device,
 )
@@ -67,10 +68,11 @@ class Engine:
     Every call is made on all ranks, in the same order.
     """
 
-    def __init__(self, job: Job, options: EngineOptions) -> None:
+    def __init__(self, job: Job, options: EngineOptions, request: RunRequest | None = None) -> None:
         """Makes this rank's engine, at the same time as all other ranks make theirs.
 
-        `torch.distributed` must be initialised. `from_pipeline` is how users make engines.
+        `torch.distributed` must be initialised. `request` is what this rank has asked for, where rank 0 has
+        made the job. `from_pipeline` is how users make engines.
         """
         self.job = job
         self.device = local_device(job.device, options.device)
@@ -86,6 +88,7 @@ class Engine:
             job.num_ranks, options.timeout_s, device=self.device, backend=options.backend
         )
         self._control = groups.control
+        compare_options(options.alike() | job.asked_by(request or RunRequest()), self._control)
         self._calls = SharedCalls(job, self._control)
         self._weights = weights = make_weights(
             job,
@@ -199,8 +202,8 @@ class Engine:
           gloo, through the host's memory; nccl is impossible where ranks share a GPU.
 
         Raises InputError on every rank where the number of processes is not what the method needs, where the
-        method cannot use the numbers (fewer microbatches than stages for 2bw), or where the pipeline has no
-        loss.
+        method cannot use the numbers (fewer microbatches than stages for 2bw), where the pipeline has no
+        loss, or where ranks are given different options.
         """
         with tell_launcher_of_errors():
             chosen = EngineOptions.of({"optimizer": optimizer, **options}, "silence_s")
@@ -217,7 +220,7 @@ class Engine:
                     world.watch.lost,
                     named=job.name_of,
                 ):
-                    engine = cls(job, chosen)
+                    engine = cls(job, chosen, request)
         except BaseException:
             world.leave()
             raise

@@ -130,6 +130,14 @@ class Job:
             ]
         return [(min(group), max(group)) for group in linked if len(group) > 1]
 
+    def asked_by(self, request: RunRequest) -> dict[str, str]:
+        """Returns the job's method and microbatches in words, or what the request names in their place."""
+        asked = {
+            "method": request.method or self.method,
+            "microbatches_per_update": request.microbatches_per_update or self.microbatches_per_update,
+        }
+        return {name: repr(value) for name, value in asked.items()}
+
     def inputs(self) -> tuple[str, ...]:
         """Returns the model's inputs that this rank's stages read."""
         values = {port.value: None for p in self.programs for port in p.inputs if port.source is None}

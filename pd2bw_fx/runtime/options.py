@@ -131,6 +131,12 @@ class EngineOptions:
                 'and here it is still in flight; try {"mode": "max-autotune-no-cudagraphs"}'
             )
 
+    def alike(self) -> dict[str, str]:
+        """Returns in words what all ranks must have been given alike: functions only by whether there are."""
+        told = {name: repr(getattr(self, name)) for name in _ALIKE}
+        given = {name: getattr(self, name) is not None for name in ("lr_scheduler", "parameter_options")}
+        return told | {name: "a function" if is_given else "None" for name, is_given in given.items()}
+
     @classmethod
     def of(cls, options: Mapping[str, Any], *others: str) -> Self:
         """Raises InputError for a name that is no option; `others` are names that the caller takes too."""
@@ -139,6 +145,7 @@ class EngineOptions:
         return cls(**options)
 
 
+_ALIKE = ("max_gradient_norm", "precision", "corrections", "stop_at_nan", "backend", "record")
 _OF_THE_METHOD = ("microbatches_per_update", "method", "slack", "replicas", "vertical_sync")
 _OF_THE_OPTIMIZER = (
     "the optimizer has it: optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)"

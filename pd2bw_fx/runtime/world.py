@@ -191,6 +191,23 @@ def _wrong_size(num_stages: int, num_ranks: int, world_size: int) -> InputError:
     )
 
 
+def compare_options(own: Mapping[str, str], group: dist.ProcessGroup) -> None:
+    """Raises InputError on every rank where ranks were given other options than rank 0, in words by name.
+
+    They would wait for one another, or train by rules of their own. All ranks call it.
+    """
+    told: list[Any] = [None] * dist.get_world_size(group)
+    with name_peer_in_errors(None):
+        dist.all_gather_object(told, dict(own), group=group)
+    for rank, theirs in enumerate(told):
+        for name, first in told[0].items():
+            if theirs[name] != first:
+                raise InputError(
+                    f"rank {rank} was given {name}={theirs[name]}, and rank 0 {name}={first}; all ranks make "
+                    "their engines with the same options"
+                )
+
+
 def compare_batches(flat: Sequence[Mapping[str, Tensor]], group: dist.ProcessGroup) -> None:
     """Raises InputError on every rank where batches differ, and names the first input that does.
 

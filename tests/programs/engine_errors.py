@@ -36,8 +36,11 @@ def make(mistake: str) -> None:
     if mistake == "batches":
         batch = tuple(tensor.roll(int(os.environ["RANK"]), dims=0) for tensor in batch)
     kind = Exploding if mistake == "step" else torch.optim.SGD
+    differs = os.environ["RANK"] == "1"
     engine = pipe.engine(
         optimizer=lambda parameters: kind(parameters, lr=0.1),
+        max_gradient_norm=1.0 if differs and mistake == "clipping" else None,
+        method="1f1b" if differs and mistake == "method" else None,
         microbatches_per_update={"microbatches": 1, "count": "2"}.get(mistake, 2),  # type: ignore[arg-type]
     )
     for _ in range(6):
