@@ -5,10 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -17,7 +20,8 @@ from torch import nn
 
 import pd2bw_fx
 from pd2bw_fx.models import build
-from pd2bw_fx.runtime import nursery
+from pd2bw_fx.runtime import nursery, worker
+from pd2bw_fx.runtime.wire import encoded
 from tests.processes import children_of, kept_process
 
 
@@ -92,6 +96,18 @@ def test_what_workers_printed_is_seen_when_one_of_them_fails(
         pipe.train_local([tuple(pipe.example.values())], optimizer=failing, microbatches_per_update=2)
 
     assert capfd.readouterr().out.count("a worker's own word") == 2
+
+
+def test_a_worker_ends_quietly_whose_parent_goes_while_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "note_worker", lambda: None)  # this process is none
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for sent in (b"", b"\0\0", struct.pack("!i", 100), struct.pack("!i", 100) + b"the beginning"):
+        ours, theirs = socket.socketpair()
+        Connection(os.dup(ours.fileno())).send_bytes(encoded(sys.path))
+        ours.sendall(sent)
+        ours.close()
+        worker.serve(theirs.detach())
 
 
 def test_workers_have_the_environment_the_folder_and_the_output_of_now(

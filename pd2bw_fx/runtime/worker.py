@@ -42,7 +42,7 @@ def serve(descriptor: int) -> None:
     try:
         sys.path[:] = receive(connection)
         received = [connection.recv_bytes()]
-    except EOFError:
+    except (EOFError, OSError):  # the parent has gone, before it began a message or while it sent one
         return
     parent = _Parent(connection)
     threading.Thread(target=_read, args=(connection, messages), daemon=True).start()
