@@ -19,7 +19,7 @@ import numpy as np
 import pulp
 
 from pd2bw_fx.arguments import require_kind
-from pd2bw_fx.errors import SolverError
+from pd2bw_fx.errors import SolverError, UnknownSolverError
 
 Variable = Any
 _TOLERANCE = 1e-6
@@ -167,12 +167,12 @@ def _engine(solver: str, time_limit_s: float | None) -> Any:
     known["cbc"] = known.get("pulp_cbc_cmd", "PULP_CBC_CMD")
     name = known.get(solver.lower())
     if name is None:
-        raise SolverError(
+        raise UnknownSolverError(
             f"solver {solver!r} is not known to PuLP; installed here are {', '.join(map(repr, _installed()))}"
         )
     engine = pulp.getSolver(name, msg=False, timeLimit=time_limit_s)
     if not engine.available():
-        raise SolverError(
+        raise UnknownSolverError(
             f"solver {solver!r} is not installed here; try 'highs' or 'cbc', which come with this package"
         )
     return engine

@@ -50,6 +50,10 @@ class SolverError(Pd2bwError):
     """The integer program's solver is missing, failed, or ran out of time with no plan at all."""
 
 
+class UnknownSolverError(SolverError, InputError):
+    """The solver that was asked for is none of those that are installed here."""
+
+
 class PlanMismatchError(Pd2bwError):
     """A plan that was made for another model, or a folder that is not what its manifest says."""
 

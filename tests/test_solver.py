@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from pd2bw_fx.errors import SolverError
+from pd2bw_fx.errors import SolverError, UnknownSolverError
 from pd2bw_fx.passes.solver import IntegerProgram, Status, check_solver
 from tests.torchrun import environment
 
@@ -111,10 +111,13 @@ def test_solving_prints_nothing() -> None:
 
 
 def test_unknown_solver_is_named_with_what_to_try() -> None:
-    with pytest.raises(SolverError, match=r"'hihgs' is not known to PuLP; installed here are 'highs', 'cbc'"):
+    assert issubclass(UnknownSolverError, SolverError)
+    with pytest.raises(
+        UnknownSolverError, match=r"'hihgs' is not known to PuLP; installed here are 'highs', 'cbc'"
+    ):
         check_solver("hihgs")
 
 
 def test_solver_that_is_not_installed_is_named() -> None:
-    with pytest.raises(SolverError, match="'GUROBI_CMD' is not installed here"):
+    with pytest.raises(UnknownSolverError, match="'GUROBI_CMD' is not installed here"):
         check_solver("GUROBI_CMD")

@@ -85,6 +85,9 @@ def test_published_optimum_is_found_and_proven(name: str, accelerators_only: boo
     assert placement.objective == pytest.approx(published, abs=0.51e-6)
     assert placement.gap <= 1.001e-5
     assert max(loads(workload, placement).values()) == pytest.approx(placement.objective, rel=1e-9)
+    assert {d: load for d, load in placement.loads.items() if load} == pytest.approx(
+        loads(workload, placement), rel=1e-9
+    )
 
 
 def test_what_takes_the_papers_program_minutes_is_proven() -> None:
@@ -179,9 +182,13 @@ def test_nodes_too_large_for_any_accelerator_are_named() -> None:
         plan_workload(workload_from_json(data, name="small"), accelerators_only=True)
 
 
-def test_small_times_are_printed_with_their_digits() -> None:
-    assert str(Placement(1.5e-9, 1.4e-9, {7: "acc0"}, 0.1, "highs")) == (
-        "objective 1.5e-09, bound 1.4e-09, gap 6.7e-02\n  acc0: 1 node"
+def test_loads_are_printed_in_pipeline_order_and_small_times_with_their_digits() -> None:
+    loads = {"acc0": 1.5e-9, "cpu0": 2e-10, "acc1": 0.0}
+    assert str(Placement(1.5e-9, 1.4e-9, {7: "acc0", 8: "cpu0"}, 0.1, "highs", loads)) == (
+        "objective 1.5e-09, bound 1.4e-09, gap 6.7e-02\n"
+        "  acc0: load 1.5e-09, 1 node\n"
+        "  cpu0: load 2e-10, 1 node\n"
+        "  acc1: load 0, 0 nodes"
     )
 
 

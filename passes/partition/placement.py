@@ -50,7 +50,8 @@ _SHARES_BESIDE = (1 / 4, 1 / 6, 1 / 8, 1 / 10, 1 / 12, 1 / 16, 1 / 32, 1 / 64, 0
 class Placement:
     """A placement: the device of every node, by id: "acc0", "acc1", ... in pipeline order, and "cpu0", ...
 
-    No placement has an `objective` below `bound`. Times are in the workload's own unit.
+    No placement has an `objective` below `bound`. Times are in the workload's own unit. `loads` has the load
+    of every device, in pipeline order, also of one that has no node.
     """
 
     objective: float
@@ -58,6 +59,7 @@ class Placement:
     assignment: Mapping[int, str]
     planning_s: float
     solver: str
+    loads: Mapping[str, float]
 
     @property
     def gap(self) -> float:
@@ -68,6 +70,7 @@ class Placement:
             "objective": self.objective,
             "bound": self.bound,
             "gap": self.gap,
+            "loads": dict(self.loads),
             "assignment": {str(node): device for node, device in sorted(self.assignment.items())},
             "planning_s": self.planning_s,
             "solver": self.solver,
@@ -76,7 +79,10 @@ class Placement:
     def __str__(self) -> str:
         sizes = Counter(self.assignment.values())
         lines = [f"objective {self.objective:.8g}, bound {self.bound:.8g}, gap {self.gap:.1e}"]
-        lines += [f"  {device}: {counted(count, 'node')}" for device, count in sorted(sizes.items())]
+        lines += [
+            f"  {device}: load {load:.8g}, {counted(sizes[device], 'node')}"
+            for device, load in self.loads.items()
+        ]
         return "\n".join(lines)
 
 
@@ -137,6 +143,7 @@ def plan_workload(
             workload, groups_of(workload), partial(_fullest, solver=solver, deadline=explaining)
         )
     names = _device_names(orders[found.choice])
+    loads = evaluate(choices[found.choice], found.stage_of).load_s
     return Placement(
         objective=found.bottleneck_s,
         bound=found.bound_s,
@@ -145,6 +152,7 @@ def plan_workload(
         },
         planning_s=time.perf_counter() - started_s,
         solver=solver,
+        loads=dict(zip(names, loads.tolist(), strict=True)),
     )
 
 
