@@ -40,10 +40,10 @@ class DeviceMemory:
 class Figures:
     """The figures of one method.
 
-    The first three are simulated, the first two of them in the steady state. `loss` and `measured` are of
-    real runs: the loss is that of the trained weights on the last batch, `measured` the microbatches a second
-    of each round. `delays`: by how many updates the weights of a forward or backward are behind, the least
-    and the most.
+    The first three are simulated, the first two of them in the steady state. The others are of real runs:
+    `loss` is that of the trained weights on the last batch, `losses` are those of the first round's updates,
+    `measured` the microbatches a second of each round. `delays`: by how many updates the weights of a
+    forward or backward are behind, the least and the most.
     """
 
     method: str
@@ -56,6 +56,7 @@ class Figures:
     loss: float | None = None
     measured: tuple[float, ...] = ()
     not_trained: str | None = None  # why
+    losses: tuple[float, ...] = ()
 
     @property
     def measured_per_s(self) -> float | None:
@@ -75,6 +76,7 @@ class Figures:
             "versions": self.versions,
             "delays": list(self.delays),
             "loss": self.loss,
+            "losses": list(self.losses),
             "measured_microbatches_per_s": self.measured_per_s,
             "measured_in_rounds": list(self.measured),
             "not_trained": self.not_trained,
@@ -170,6 +172,7 @@ class _Contender:
     measured: list[float] = field(default_factory=list)
     loss: float | None = None
     not_trained: str | None = None
+    losses: tuple[float, ...] = ()
     initial: Mapping[str, Tensor] = field(default_factory=dict)
 
     def train(self, training: Training | None) -> None:
@@ -193,8 +196,8 @@ class _Contender:
         except Pd2bwError as error:
             self.not_trained = str(error)
         else:
-            if self.loss is None:
-                self.loss = _loss_of(pipe, batches[-1])
+            if not self.measured:
+                self.loss, self.losses = _loss_of(pipe, batches[-1]), result.losses
             self.measured.append(result.metrics.throughput)
 
     def figures(self) -> Figures:
@@ -210,6 +213,7 @@ class _Contender:
             loss=self.loss,
             measured=tuple(self.measured),
             not_trained=self.not_trained,
+            losses=self.losses,
         )
 
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from pd2bw_fx.cli import main
 from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.commands.work import comparing
 from pd2bw_fx.compare import Figures, LeftOut, Training, compare
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.models import build
@@ -67,6 +69,7 @@ def test_training_adds_loss_and_speed_or_says_why_not() -> None:
     assert first.not_trained == "no data for it"
     assert second.loss is not None
     assert second.measured_per_s is not None
+    assert len(second.to_json()["losses"]) == 2
 
 
 def test_rounds_take_turns_and_begin_from_the_same_weights() -> None:
@@ -129,6 +132,34 @@ def test_the_command_prints_a_table_and_draws(tmp_path: Path, capsys: pytest.Cap
     assert (tmp_path / "compare.png").stat().st_size > 5000
     assert main(["compare", str(tmp_path), "--simulate"]) == 2
     assert "name the model itself" in capsys.readouterr().err
+
+
+def of_mlp() -> list[tuple[torch.Tensor, ...]]:
+    return [(torch.ones(8, 32), torch.zeros(8, dtype=torch.long))] * 3
+
+
+def test_the_command_draws_the_losses_of_methods_with_commas_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn: dict[str, Any] = {}
+    monkeypatch.setattr(comparing, "loss_curves", lambda curves, path: drawn.update(curves))
+    words = ["compare", "mlp", "--cluster", "2", "--methods", "gpipe,1f1b", "gpipe", "--updates", "2"]
+    words += ["--data", f"{__name__}:of_mlp"]
+    losses = ["--losses", str(tmp_path / "losses.svg")]
+
+    assert main([*words, *losses, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["methods"]
+
+    assert [each["method"] for each in told] == ["gpipe", "1f1b"]
+    assert drawn == {each["method"]: tuple(each["losses"]) for each in told}
+    assert [len(curve) for curve in drawn.values()] == [2, 2]
+    for wrong, said in (
+        ([*words, "--methods", "2bw,1f1"], "method is '1f1'; expected one of"),
+        ([*words, "--methods", "inference"], "inference does not train"),
+        ([*words, *losses, "--simulate"], "leave out --simulate"),
+    ):
+        assert main(wrong) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_the_command_takes_what_is_wished_of_every_plan(

@@ -22,8 +22,10 @@ from pd2bw_fx.commands.work.models import called, loaded, named_model
 from pd2bw_fx.compare import Figures, LeftOut, Training, compare
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.optimizer_names import groups_named, optimizer_named
+from pd2bw_fx.passes.schedule import training_methods
 from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.report.compared import compared_svg
+from pd2bw_fx.report.curves import loss_curves
 from pd2bw_fx.report.picture import write_picture
 from pd2bw_fx.train import text_batches
 from pd2bw_fx.units import format_bytes
@@ -48,11 +50,12 @@ def compare_methods(options: argparse.Namespace) -> int:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
         rounds = 1 if options.simulate else options.rounds
-        task = progress.add_task("methods", total=rounds * len(options.methods))
+        methods = options.methods or training_methods()
+        task = progress.add_task("methods", total=rounds * len(methods))
         figures = compare(
             model,
             cluster,
-            methods=options.methods,
+            methods=methods,
             microbatches_per_update=options.microbatches,
             training=training,
             on_run=lambda method: progress.update(task, advance=1, description=method),
@@ -74,6 +77,8 @@ def compare_methods(options: argparse.Namespace) -> int:
         print(json.dumps({"methods": [each.to_json() for each in used], "left_out": rest}))
     else:
         _print(used, left_out, is_trained=training is not None)
+    if options.losses is not None:  # last: the table says why there may be none
+        loss_curves({each.method: each.losses for each in used if each.losses}, options.losses)
     return 0
 
 
