@@ -262,6 +262,7 @@ def test_report_writes_one_page(mlp_folder: Path, tmp_path: Path) -> None:
         (["plan", "nowhere.py:build"], 2, "there is no file nowhere.py"),
         (["plan", "json:dumps", "--cluster", "2"], 2, "cannot be called without arguments"),
         (["plan", "json:__doc__", "--cluster", "2"], 2, "something to call was expected"),
+        (["plan", "builtins:dict", "--cluster", "2"], 2, "an nn.Module was expected, whose example_inputs() "),
         (["plan", "asyncio:get_running_loop"], 2, "raises RuntimeError: no running event loop (/"),
         (["plan", "mlp", "--cluster", "nowhere.toml"], 2, "nowhere.toml"),
         (["show", "mlp", "--cluster", "2", "--stage", "7"], 2, "stages 0 to 1"),

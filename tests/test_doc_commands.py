@@ -160,7 +160,7 @@ def prepare(folder: Path, *, with_onnx: bool) -> None:
     for name in ("two.toml", "cluster.toml"):
         (folder / name).write_text(pd2bw_fx.Cluster.uniform(2, memory_bytes="1 GiB").to_toml())
     how_to = (ROOT / "docs" / "HOWTO.md").read_text()
-    for text, name in re.findall(r"```toml\n(# file: (\S+)\n.*?)```", how_to, flags=re.DOTALL):
+    for text, name in re.findall(r"```(?:toml|python)\n(# file: (\S+)\n.*?)```", how_to, flags=re.DOTALL):
         (folder / name).write_text(text)
     script = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)[2]
     (folder / "train.py").write_text(

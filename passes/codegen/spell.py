@@ -40,7 +40,8 @@ def spell(node: fx.Node, scene: Scene) -> Source:
     if node.op == "call_module":
         raise TraceError(
             f"torch.fx keeps the layer {node.target} whole, which is in another mode than the model, or has "
-            "hooks, a parametrisation or attributes that the forward sets; trace with tracer='export'"
+            "hooks, a parametrisation or attributes that the forward sets; torch.export traces into it: give "
+            "example inputs (example_args=(...), or the model's own example_inputs()) and tracer='export'"
         )
     custom = custom_function(node.target)
     if custom is not None:

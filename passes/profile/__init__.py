@@ -241,7 +241,8 @@ def _from_parameters(graph: OperatorGraph, device: Device) -> Costs:
         microbatch_size=None,
         origin="parameters",
         note="no example inputs, so no shapes: costs are estimates from parameter sizes alone; activations "
-        "and transfers count as nothing; pass example_args=(...) to split for real ones",
+        "and transfers count as nothing; for real ones pass example_args=(...) to "
+        "split, or give the model a method example_inputs()",
     )
 
 

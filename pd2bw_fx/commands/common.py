@@ -49,7 +49,8 @@ def model_command(
         "model",
         nargs="?" if is_optional else None,
         metavar="MODEL",
-        help=f"one of {', '.join(sorted(MODELS))}; or module:callable (file.py:callable) returning a model"
+        help=f"one of {', '.join(sorted(MODELS))}; or module:callable (file.py:callable) returning a model, "
+        "whose example_inputs() gives a microbatch"
         + ("; or a saved folder" if takes_folder else "")
         + ("; or an ONNX file" if takes_onnx else ""),
     )

@@ -108,5 +108,8 @@ def model_named(name: str) -> nn.Module:
         return factory
     model = called(name, factory)
     if not isinstance(model, nn.Module):
-        raise UsageError(f"{name!r} gives a {type(model).__name__}; an nn.Module was expected")
+        raise UsageError(
+            f"{name!r} gives a {type(model).__name__}; an nn.Module was expected, whose example_inputs() "
+            "returns one microbatch as its forward takes it"
+        )
     return model
