@@ -19,6 +19,11 @@ KINDS = tuple(USUAL_RATES)
 _NODE_KEYS = (_DEVICE_KEYS - {"host"}) | {"count", "inside"}
 _LINK_KEYS = {"bytes_per_s", "latency_s"}
 _RATES = ("flops_per_s", "memory_bytes_per_s")
+_MEANT = {
+    "bytes_per_s": " of bytes a second: 1.25e9 for 10 Gbit/s",
+    "latency_s": " of seconds: 10e-6 for 10 us",
+}
+_FEW_BYTES = 1024  # a smaller memory is meant in another unit
 _EXAMPLES = {"bytes_per_s": "[[0, 25e9], [25e9, 0]]", "latency_s": "[[0, 10e-6], [10e-6, 0]]"}
 
 MOST_DEVICES = 4096  # the matrices have a link for every two of them
@@ -145,10 +150,15 @@ def _device(where: str, table: Mapping[str, Any], index: int) -> dict[str, Any]:
     if kind not in KINDS:
         raise ClusterError(f"{where}, kind is {kind!r}; {' or '.join(map(repr, KINDS))} was expected")
     rates = {key: _number(f"{where}, {key}", table[key]) for key in ("speed", *_RATES) if key in table}
+    memory = table["memory"]
     try:
-        memory_bytes = parse_bytes(table["memory"])
+        memory_bytes = parse_bytes(memory)
     except ValueError as error:
         raise ClusterError(f"{where}: {error}") from None
+    if not isinstance(memory, str) and 0 < memory_bytes < _FEW_BYTES:
+        raise ClusterError(
+            f'{where}: memory = {memory} is a number of bytes; write "{memory} GiB" with a unit'
+        )
     return dict(
         name=str(table.get("name", f"{kind}:{index}")),
         memory_bytes=memory_bytes,
@@ -181,5 +191,6 @@ def _matrix(key: str, rows: Any) -> Matrix:
 
 def _number(where: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ClusterError(f"{where} is {value!r}; a number was expected")
+        meant = next((said for key, said in _MEANT.items() if key in where), "")
+        raise ClusterError(f"{where} is {value!r}; a number was expected{meant}")
     return float(value)

@@ -98,8 +98,16 @@ def test_a_full_matrix_is_read_row_by_row_as_sender_to_receiver(tmp_path: Path) 
         (two_devices(there="-1e9"), r"bytes_per_s\[0\]\[1\] \(fast -> slow\) is -1e\+09"),
         (two_devices(there="0"), r"must be more than zero"),
         (two_devices(latency="nan"), r"latency_s\[0\]\[1\] .* is nan"),
-        (two_devices(latency="'fast'"), r"latency_s\[0\]\[1\] is 'fast'; a number"),
+        (
+            two_devices(latency="'fast'"),
+            r"latency_s\[0\]\[1\] is 'fast'; a number was expected of seconds: 10e-6 for 10 us",
+        ),
         (two_devices(memory="much"), r"device 0: 'much' is no number of bytes"),
+        (two_devices().replace('"1 GiB"', "24", 1), r"memory = 24 is a number of bytes; write \"24 GiB\""),
+        (
+            TWO_NODES.replace("bytes_per_s = 1e9", 'bytes_per_s = "8 Gbit/s"'),
+            r"bytes a second: 1\.25e9 for 10",
+        ),
         (two_devices(memory="0 B"), r"device 'fast': memory_bytes is 0"),
         (two_devices(memory="1e400 GiB"), r"'1e400 GiB' is no finite number of bytes"),
         ("device = 3", r"device is 3; tables \[\[device\]\] were expected"),
