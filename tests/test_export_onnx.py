@@ -420,6 +420,10 @@ def test_running_needs_every_input_by_name_and_files_as_they_were_written(
         run_onnx(exported, {"tokens": inputs["tokens"]})
     with pytest.raises(InputError, match="'mask' is no input of the model"):
         run_onnx(exported, inputs | {"mask": inputs["tokens"]})
+    with pytest.raises(InputError, match=r"'tokens' is int32 \(2, \d+\); .* takes int64 \(batch, \d+\)"):
+        run_onnx(exported, inputs | {"tokens": inputs["tokens"].int()})
+    with pytest.raises(InputError, match=r"'tokens' is int64 \(2,\); .* takes int64 \(batch, \d+\)"):
+        run_onnx(exported, inputs | {"tokens": inputs["tokens"][:, 0]})
     with pytest.raises(PlanMismatchError, match=r"stage_1\.onnx"):
         run_onnx(copy, inputs)
 

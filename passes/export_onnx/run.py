@@ -64,7 +64,8 @@ def named_inputs(
 ) -> dict[str, Array]:
     """Returns the model's inputs by their names in the files.
 
-    Inputs that no stage reads may be left out. Raises InputError for one missing or unknown.
+    Inputs that no stage reads may be left out. Raises InputError for one missing or unknown, or of another
+    type or shape than the files take.
     """
     if inputs is None:
         raise InputError(f"inputs is None; the model's inputs by name were expected, as {folder} takes them")
@@ -74,7 +75,24 @@ def named_inputs(
     if unlike:
         what = "is missing" if unlike[0] in expected else "is no input of the model"
         raise InputError(f"input {unlike[0]!r} {what}; {folder} takes {', '.join(expected) or 'none'}")
-    return {expected[name]: to_array(name, value) for name, value in inputs.items()}
+    arrays = {name: to_array(name, value) for name, value in inputs.items()}
+    for entry in manifest["inputs"]:
+        _require_as_declared(folder, entry, arrays[entry["name"]])
+    return {expected[name]: array for name, array in arrays.items()}
+
+
+def _require_as_declared(folder: Path, entry: Mapping[str, Any], array: Array) -> None:
+    """Raises InputError for an array that onnxruntime would refuse for this input."""
+    dtype, shape = entry["dtype"], entry["shape"]
+    fits = shape is None or (
+        len(shape) == array.ndim
+        and all(size == own for size, own in zip(shape, array.shape, strict=True) if isinstance(size, int))
+    )
+    if fits and array.dtype.name == dtype:
+        return
+    takes = dtype if shape is None else f"{dtype} ({', '.join(map(str, shape))})"
+    what = f"{array.dtype.name} {array.shape}"
+    raise InputError(f"input {entry['name']!r} is {what}; {folder} takes {takes}")
 
 
 def require_batch_size(
