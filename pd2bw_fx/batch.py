@@ -202,9 +202,12 @@ class BatchLayout:
                     f"microbatches; {_TOO_FEW}"
                 )
             if size % num_microbatches:
+                fewer = max(number for number in range(1, num_microbatches) if size % number == 0)
+                other = f"set microbatches_per_update={fewer}, " if fewer > 1 else ""
                 raise InputError(
                     f"{name!r} has {size} samples, which cannot be cut into {num_microbatches} equal "
-                    f"microbatches; pass a multiple of {num_microbatches}, or Microbatches that you have cut"
+                    f"microbatches; pass a multiple of {num_microbatches}, {other}or pass Microbatches that "
+                    "you have cut"
                 )
             each, right = size // num_microbatches, self.microbatch_sizes
             if each not in right:

@@ -125,7 +125,8 @@ def test_a_batch_that_cannot_be_cut_is_refused() -> None:
     layout = BatchLayout.of(Model(), (X, (A, B)))
     fixed = BatchLayout.of(Model(), (X,), microbatch_sizes=SizeRange.only(2))
 
-    with pytest.raises(InputError, match="'x' has 6 samples, which cannot be cut into 4 equal"):
+    told = r"6 samples, which cannot be cut into 4 equal .* multiple of 4, set microbatches_per_update=3, or"
+    with pytest.raises(InputError, match=told):
         layout.cut(layout.flatten((X, (A, B))), 4)
     with pytest.raises(InputError, match=r"'x' has 3 samples, .* cut into 4 microbatches; .*drop_last=True"):
         layout.cut(layout.flatten((X[:3], (A[:3], B[:3]))), 4)

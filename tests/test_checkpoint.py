@@ -117,7 +117,7 @@ def test_two_nodes_meet_and_train_as_one_does(pipelines: Path, whole: Path, tmp_
 
 
 def test_a_folder_without_a_checkpoint_says_so(tmp_path: Path) -> None:
-    with pytest.raises(pd2bw_fx.InputError, match="holds no checkpoint"):
+    with pytest.raises(pd2bw_fx.InputError, match=r"holds no checkpoint; .* begin without loading"):
         Checkpoint(tmp_path)
 
 

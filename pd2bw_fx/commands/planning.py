@@ -19,6 +19,7 @@ from pd2bw_fx.commands.common import (
 )
 from pd2bw_fx.commands.options import numbers_named, planning, search_options, slack_named
 from pd2bw_fx.errors import UsageError
+from pd2bw_fx.files import MANIFEST
 from pd2bw_fx.report import PARTS, is_page
 
 
@@ -197,6 +198,11 @@ def _split(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     if not options.plan.exists():
         raise UsageError(f"{options.plan} is not there; name plan.json in a folder written by split")
+    if options.plan.is_file() and not any(options.plan.parent.glob(f"{MANIFEST}*")):  # .half: being written
+        raise UsageError(
+            f"{options.plan} is in no folder written by split, whose graph and costs price a plan; "
+            "put it there"
+        )
     from pd2bw_fx.commands.work import planning, seeded
 
     return seeded(planning.check, options)

@@ -204,7 +204,10 @@ class Checkpoint:
         """Raises InputError where there is no checkpoint, PlanMismatchError where a file of it is missing."""
         pointer = Path(folder) / _LATEST
         if not pointer.exists():
-            raise InputError(f"{folder} holds no checkpoint; expected the file {_LATEST!r} in it")
+            raise InputError(
+                f"{folder} holds no checkpoint; the file {_LATEST!r} was expected in it: look for a mistyped "
+                "path, or begin without loading if nothing was saved yet"
+            )
         try:
             name = pointer.read_text(encoding="utf-8").strip()
         except (OSError, ValueError) as error:
