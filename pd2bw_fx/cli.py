@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from pd2bw_fx import __version__
 from pd2bw_fx.commands import comparing, onnx, planning, probing, training
-from pd2bw_fx.commands.common import DEBUG_HELP
+from pd2bw_fx.commands.common import DEBUG_HELP, CommandParser
 from pd2bw_fx.commands.options import in_options
 from pd2bw_fx.errors import ClusterError, InputError, Pd2bwError
 from pd2bw_fx.runtime.launcher import (
@@ -77,7 +77,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--version", action="version", version=f"pd2bw-fx {__version__}")
     made.add_argument("--debug", action="store_true", help=DEBUG_HELP)
     made.add_argument(STARTED_HERE, action="store_true", help=argparse.SUPPRESS)
-    commands = made.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands = made.add_subparsers(
+        title="commands", required=True, metavar="COMMAND", parser_class=CommandParser
+    )
     for group in (planning, probing, training, onnx, comparing):
         group.add(commands)
     return made

@@ -257,6 +257,7 @@ def test_report_writes_one_page(mlp_folder: Path, tmp_path: Path) -> None:
     ("arguments", "code", "message"),
     [
         (["plan", "nothing"], 2, "no model of ours"),
+        (["plan", "gptt"], 2, "file.py:callable; did you mean 'gpt'?"),
         (["plan"], 2, "give one of them"),
         (["plan", "json:nothing"], 2, "cannot be imported"),
         (["plan", "nowhere.py:build"], 2, "there is no file nowhere.py"),

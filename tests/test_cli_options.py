@@ -152,6 +152,17 @@ def test_an_unknown_option_is_told_below_the_usage_of_its_command(capsys: pytest
     said = capsys.readouterr().err
     assert said.startswith("usage: pd2bw-fx show ")
     assert "unrecognized arguments: --stages 1" in said
+    assert "--stages is no option, did you mean --stage?" in said
+
+
+def test_a_mistyped_option_is_named_also_where_it_is_the_one_that_is_missing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["split", "gpt", "--ouptut=there", "--cluster", "2"])
+
+    assert ended.value.code == 2
+    assert "--ouptut is no option, did you mean --output?" in capsys.readouterr().err
 
 
 def test_copies_of_stages_are_simulated(capsys: pytest.CaptureFixture[str]) -> None:

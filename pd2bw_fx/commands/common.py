@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.commands.options import add_planning, planning, planning_words
@@ -15,6 +17,27 @@ from pd2bw_fx.models import MODELS
 from pd2bw_fx.passes.schedule import method_of
 
 DEBUG_HELP = "show the traceback of an error"
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Names an option that is unknown, and the nearest one, also where a required one is missing.
+
+    argparse would then say only what is missing, which the mistyped option may be.
+    """
+
+    _words: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._words = list(args or ())
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        known = [word for word in self._option_string_actions if word.startswith("--")]
+        for word in (word.partition("=")[0] for word in self._words if word.startswith("--")):
+            if word not in known and word != "--":
+                near = difflib.get_close_matches(word, known, n=1)
+                message += f"; {word} is no option" + (f", did you mean {near[0]}?" if near else "")
+        super().error(message)
 
 
 def command(commands: Any, name: str, purpose: str, example: str) -> argparse.ArgumentParser:
@@ -122,9 +145,10 @@ def check_model_name(name: str) -> None:
     if name in MODELS:
         return
     if ":" not in name:
+        near = difflib.get_close_matches(name, MODELS, n=1)
         raise UsageError(
             f"{name!r} is no model of ours ({', '.join(sorted(MODELS))}), no folder, and not of the form "
-            "module:callable or file.py:callable"
+            "module:callable or file.py:callable" + (f"; did you mean {near[0]!r}?" if near else "")
         )
     module_and_attribute(name)
 
