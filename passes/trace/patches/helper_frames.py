@@ -17,7 +17,7 @@ from torch.fx.proxy import TracerBase
 
 from pd2bw_fx.passes.trace.source_lines import is_the_authors
 
-RUN = "_run"  # the method that calls the model, and then its loss
+_RUN = os.path.join(os.path.dirname(os.path.dirname(__file__)), "program.py"), "_run"  # calls model and loss
 _OF_ATTENTION = {"multi_head_attention_forward", "_in_projection_packed", "_in_projection"}
 
 
@@ -61,9 +61,7 @@ def record_helper_frames() -> Iterator[None]:
 
 def _beginning_of_a_loss(summary: StackSummary) -> int | None:
     """Returns the place of the frame of a function that computes the loss of what the model returns."""
-    runs = [
-        at for at, frame in enumerate(summary) if frame.name == RUN and not is_the_authors(frame.filename)
-    ]
+    runs = [at for at, frame in enumerate(summary) if (frame.filename, frame.name) == _RUN]
     begin = runs[-1] + 1 if runs else len(summary)
     return begin if begin < len(summary) and is_the_authors(summary[begin].filename) else None
 
