@@ -16,6 +16,10 @@ from typing import Any
 from pd2bw_fx.errors import InputError, PlanMismatchError
 
 MANIFEST = "manifest.json"
+_WRITTEN_BY = {
+    "pd2bw_fx pipeline": "pipe.save (pd2bw-fx split)",
+    "pd2bw_fx onnx": "pipe.export_onnx (pd2bw-fx export)",
+}
 _FRESH = ".pd2bw_fx-"  # begins the name of a folder that is being written
 _HALF = "half_written"  # in the manifest while files are being replaced
 _WHERE = "name a file in a folder that is there and is yours"
@@ -183,7 +187,8 @@ def read_manifest(
         raise PlanMismatchError(f"{folder / MANIFEST} is no valid JSON: {error}") from None
     if not isinstance(manifest, dict) or manifest.get("kind") != kind:
         found = manifest.get("kind") if isinstance(manifest, dict) else type(manifest).__name__
-        raise PlanMismatchError(f"{folder} holds {found!r}; a folder of kind {kind!r} was expected")
+        wanted = f"; {_WRITTEN_BY[kind]} writes one" if kind in _WRITTEN_BY else ""
+        raise PlanMismatchError(f"{folder} holds {found!r}; a folder of kind {kind!r} was expected{wanted}")
     if manifest.get(_HALF):
         raise PlanMismatchError(
             f"{folder} is half written: what was saved into it last was not saved to its end; save it again"

@@ -143,6 +143,9 @@ def test_a_folder_can_be_copied_onto_itself(tmp_path: Path) -> None:
         shutil.copytree(folder, fresh, dirs_exist_ok=True)
 
     assert read_manifest(folder, kind="test")["files"].keys() == {"stage_0.py"}
+    told = r"holds 'test'; .* 'pd2bw_fx onnx' was expected; pipe\.export_onnx .* writes one"
+    with pytest.raises(PlanMismatchError, match=told):
+        read_manifest(folder, kind="pd2bw_fx onnx")
     assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "stage_0.py"]
 
 

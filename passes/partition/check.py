@@ -87,8 +87,19 @@ def _other_graph(plan: Plan, problem: Problem) -> PlanMismatchError:
             "give those that the plan was made with, or plan again"
         )
     return PlanMismatchError(
-        f"the plan was made for graph {plan.fingerprint!r}, and this is {problem.fingerprint!r}; plan again"
+        f"the plan was made for graph {plan.fingerprint!r}, and this is {problem.fingerprint!r}, of other "
+        f"operators: {_difference(planned, known)}; plan again"
     )
+
+
+def _difference(planned: Sequence[set[str]], known: Sequence[set[str]]) -> str:
+    """Returns a name that only one of the two has; operators first, then parameters."""
+    for noun, theirs, ours in zip(("operator", "parameter"), planned, known, strict=True):
+        if theirs - ours:
+            return f"the plan has the {noun} {min(theirs - ours)!r}, which is not here"
+        if ours - theirs and noun == "operator":
+            return f"here is the {noun} {min(ours - theirs)!r}, which the plan does not have"
+    raise AssertionError("the two have the same names")
 
 
 def _may_have_asked(plan: Plan) -> Iterator[bool | Literal["auto"]]:
