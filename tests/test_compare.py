@@ -188,3 +188,5 @@ def test_the_command_takes_what_is_wished_of_every_plan(
     assert {*two_stages["memory"]} == {"cpu:1", "cpu:2"}  # the first has too little left
     assert [each["method"] for each in told["left_out"]] == ["interleaved", "ddp"]
     assert "cpu:0 has least" in told["left_out"][1]["reason"]
+    constraints.write_text('memory_bytes = { "cpu:0" = "1 KiB", "cpu:1" = "1 KiB", "cpu:2" = "1 KiB" }')
+    assert main([*words, "--constraints", str(constraints)]) == 1, "no method can be used"
