@@ -188,6 +188,23 @@ def test_a_worker_that_is_stopped_is_noticed_in_seconds(model: nn.Module, pipe: 
     assert time.monotonic() - began[0] < 15
 
 
+def stopped_on_the_second(parameters: Any) -> torch.optim.Optimizer:
+    if torch.distributed.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return sgd(parameters)
+
+
+def test_a_worker_that_is_stopped_while_it_makes_its_engine_is_noticed_too(
+    model: nn.Module, pipe: pd2bw_fx.Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pd2bw_fx.runtime.local_run.SILENCE_S", 3.0)
+
+    with pytest.raises(
+        pd2bw_fx.WorkerError, match=r"rank 1 \(stage 1.*no sign of life.*, last heard of making its engine"
+    ):
+        pipe.train_local(mlp_batches(model), optimizer=stopped_on_the_second, timeout_s=30)
+
+
 def test_a_worker_that_raises_gives_its_own_traceback(model: nn.Module, pipe: pd2bw_fx.Pipeline) -> None:
     before = pipe.state_dict()
 

@@ -94,11 +94,11 @@ class _Parent:
 
     def keep_beating(self) -> None:
         while True:
-            time.sleep(BEAT_S)
             try:
                 self.tell(Alive(self.doing()))
             except OSError:
                 end_now()
+            time.sleep(BEAT_S)
 
 
 def _read(connection: Connection, messages: queue.SimpleQueue[Any]) -> None:
