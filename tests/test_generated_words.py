@@ -179,7 +179,22 @@ class _Spread(nn.Module):
         return self.last(edges, self.first(edges, x).tanh())
 
 
-@pytest.mark.parametrize("kind", [_Linked, _Spread])
+class _Counted(nn.Module):
+    """A layer is given the number of edges before any tensor, and makes a tensor."""
+
+    class Ratio(nn.Module):
+        def forward(self, count: int, x: Tensor) -> Tensor:
+            return x / torch.full((4,), count, dtype=x.dtype, device=x.device)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.ratio = nn.Linear(4, 4), self.Ratio()
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        return self.ratio(edges[:, edges[0] != edges[1]].shape[1], self.layer(x))
+
+
+@pytest.mark.parametrize("kind", [_Linked, _Spread, _Counted])
 def test_a_size_that_depends_on_values_is_read_off_its_own_tensor(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     edges = torch.tensor([[0, 1, 2, 2, 4], [1, 1, 0, 3, 4]])

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from pd2bw_fx.graph import OperatorGraph, TensorSpec
@@ -164,6 +165,11 @@ def is_size(graph: OperatorGraph, node: fx.Node) -> bool:
     if operator is None or operator.outputs or operator.writes_buffers:
         return False
     return operator.memory_group is None and bool(node.users)
+
+
+def is_number(node: fx.Node) -> bool:
+    """Whether a value is a number, as those that are read out of tensors and passed to calls."""
+    return isinstance(node.meta.get("val"), int | float | torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
 def _stages_of_outputs(

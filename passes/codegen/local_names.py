@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 
-import torch
 from torch import fx
 
 from .body import Body
+from .cut import is_number
 from .folding import Folding
 from .naming import argument_name, hands_on, name_within, result_name, state_name
 from .put_away import name_in_list
@@ -89,7 +89,7 @@ class LocalNames:
 
     def _was_a_tensor(self, name: str, result: fx.Node) -> bool:
         """Whether the name of a tensor would stand for a number: `x.device` may still be read."""
-        return _is_number(result) and not all(map(_is_number, self._bearers.get(name, ())))
+        return is_number(result) and not all(map(is_number, self._bearers.get(name, ())))
 
     def _name_in_list(self, index: int, item: fx.Node | Scope, result: fx.Node, name: str) -> str | None:
         """Returns the `skip` of `skips.append(x)` where another value is called x while this is needed."""
@@ -209,7 +209,3 @@ class LocalNames:
         if second is None or self.is_live(second.name, index):
             return None
         return live[0], second
-
-
-def _is_number(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), int | float | torch.SymInt | torch.SymFloat | torch.SymBool)

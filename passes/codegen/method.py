@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from .body import NO_REGION, Body, Region
-from .cut import is_size, size_symbol
+from .cut import is_number, is_size, size_symbol
 from .expression import Scene, Source
 from .folding import Folding
 from .idioms import normalized
@@ -326,8 +326,9 @@ class _Draft:
     def _device(self) -> str:
         if DEVICE in self.body.symbols:
             return DEVICE
-        if self.body.reads:
-            return f"{self.names.bound[self.body.reads[0]]}.device"
+        tensor = next((node for node in self.body.reads if not is_number(node)), None)
+        if tensor is not None:
+            return f"{self.names.bound[tensor]}.device"
         return self._device_without_inputs()
 
     def _device_without_inputs(self) -> str:

@@ -26,7 +26,7 @@ from .calls import (
     unlike_calls,
     whole_calls,
 )
-from .cut import Cut, is_size, size_symbol, spec_of, tensors_read, times_size
+from .cut import Cut, is_number, is_size, size_symbol, spec_of, tensors_read, times_size
 from .layer_calls import takes_and_gives_what_the_layer_does
 from .layers import has_other_numbers, is_in_evaluation, is_layer, is_sequential
 from .numbers import numbers
@@ -201,7 +201,7 @@ class StageTree:
             needed |= {DEVICE: None} if follows_device(item) else {}
         reads = self.reads(scope)
         at_hand = {size for value in reads for size in self.shape(value)}
-        at_hand |= {DEVICE} if reads or scope is self.root else set()
+        at_hand |= {DEVICE} if scope is self.root or not all(map(is_number, reads)) else set()
         multiples = {size for size in needed if (product := times_size(size)) and product[1] in at_hand}
         return [symbol for symbol in needed if symbol not in at_hand | multiples]
 
