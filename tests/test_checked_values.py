@@ -112,3 +112,32 @@ class MarkingByValues(Asserting):
 def test_a_size_that_depends_on_values_needs_leave() -> None:
     with pytest.raises(TraceError, match="for you to allow"):
         pd2bw_fx.split(model_of(MarkingByValues), inputs(), cluster=2, costs="analytic")
+
+
+class Selecting(Asserting):
+    """Goes on with the rows and the entries that it selects, as losses of metric learning do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        kept = hidden[x[:, 0] > -9]
+        if len(kept) > x.shape[0] // 2:
+            kept = kept * 2
+        rows, columns = torch.where(x > 0)
+        if rows.shape[0] == 0:
+            return hidden.mean()
+        return (self.second(kept).square().mean() + hidden[rows, columns].mean()) / len(rows)
+
+
+def test_sizes_that_depend_on_values_are_asked_as_values_are() -> None:
+    model = model_of(Selecting)
+    with pytest.raises(TraceError, match=r"for you to allow, at .*: if len\(kept\) > x.shape\[0\] // 2"):
+        pd2bw_fx.split(model, inputs(), cluster=2, costs="analytic")
+
+    pipe = pd2bw_fx.split(
+        model, inputs(), cluster=2, num_stages=2, costs="analytic", tracer="export-as-example"
+    )
+    assert pipe.trace_report.tracer == "export-as-example"
+    assert pipe.verify(model, example={"x": inputs(7)[0]}).exact
+    for other, line in ((inputs(times=1e3), r"if len\(kept\)"), ((-inputs()[0].abs(),), r"if rows\.shape")):
+        with pytest.raises(RuntimeError, match=f"another way than in the trace, at .*{line}"):
+            pipe.run(other)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import pd2bw_fx
 from pd2bw_fx.errors import TraceError, WorkerError
-from pd2bw_fx.passes.trace.patches.conditions import _is_check
+from pd2bw_fx.passes.trace.patches.asked_places import is_check as is_check_at
 
 
 class Asserting(nn.Module):
@@ -225,7 +225,7 @@ def test_only_what_every_good_batch_answers_alike_is_assumed(
 ) -> None:
     (tmp_path / "model.py").write_text(f"x = 1\n{condition}\n")
 
-    assert _is_check(str(tmp_path / "model.py"), 2) is is_check
+    assert is_check_at(str(tmp_path / "model.py"), 2) is is_check
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_an_error_that_plain_values_leave_to_one_tensor_is_a_check(
     (tmp_path / "model.py").write_text(f"if {condition}:\n    raise ValueError\n")
 
     known = {"no_rows": False, "no_columns": torch.tensor(True)}
-    assert _is_check(str(tmp_path / "model.py"), 1, known) is is_check
+    assert is_check_at(str(tmp_path / "model.py"), 1, known) is is_check
 
 
 class Comparing(Asserting):

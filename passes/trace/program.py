@@ -80,7 +80,7 @@ class Program(nn.Module):
         before, remade = self._state(), list[Remade]()
         with carry_attributes(self.originals, before):
             self.watch.before(self.model, self.loss_fn)
-            with self.options.conditions.assumed():
+            with self.options.conditions.assumed(tensors, self.flat.tensors):
                 results = self._run(tensors, before, remade)
             self.watch.after(self.model, self.loss_fn, results)
         require_no_gradient(remade, results)

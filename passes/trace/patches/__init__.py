@@ -5,6 +5,7 @@ needs them.
 
     module                what its patches do
     while_tracing         all patches of a trace by torch.export, in their order
+    asked_places          the model's line that asks for a value
     batch_rules           rules for vmap that keep the batch size open, in place of torch's own
     below_autograd        trace what a map differentiates below autograd
     checked_values        assert what `torch._check_tensor_all` checks
@@ -25,6 +26,7 @@ needs them.
     numbers_of_sizes      keep `len(x)`, `int(x.shape[0])` and `math.sqrt(x.shape[0])` symbolic
     parameters_elsewhere  find parameters that a forward has from elsewhere than their module
     saved_values          find values that operators have saved for their backward
+    selected_sizes        know sizes that depend on values, as they were in a run
     size_answers          record conditions on sizes and how they came out
     symbolic_shapes       keep sizes symbolic in functions of torch that ask for plain ones
 """

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pd2bw_fx.traced import assumption
 
-from .conditions import authors_place
+from .asked_places import authors_place
 from .constants import constant_number
 
 _torchs: Any = torch._check_tensor_all_with

@@ -9,56 +9,28 @@ batches and needs no assertion.
 
 from __future__ import annotations
 
-import ast
 import functools
-import linecache
-import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
 import sympy
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C import TensorBase
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
 
 from pd2bw_fx.traced import assumption
 
+from .asked_places import AskedAt, asked_at, authors
 from .compared_numbers import reporting_number
 from .constants import constant_number, outcomes_by_size
-
-_TORCH = str(Path(torch.__file__).resolve().parent) + os.sep  # not torchvision's
-_LAYERS = str(Path(nn.__file__).resolve().parent)
-# What the model calls of torch passes through functions of this folder where it is traced, and not where it
-# is run.
-_PATCHES = str(Path(__file__).parent)
-
-
-@dataclass(frozen=True, slots=True)
-class AskedAt:
-    """The line where Python asks whether a tensor is true, and the model's line that leads there."""
-
-    asking: str
-    model: str  # "modeling_detr.py:643"
-    line: str
-    is_torchs: bool  # a layer of torch's asks: whether a mask is causal, for example
-    # An assertion or a condition of an error, in the model or in torch; a trace may not see that it is one.
-    is_check: bool = field(compare=False)
-
-    def __str__(self) -> str:
-        return f"{self.model}: {self.line}"
-
-    @property
-    def may_be_assumed(self) -> bool:
-        """Whether no user need allow it: only one branch goes on, or the branches do not differ."""
-        return self.is_torchs or self.is_check
+from .selected_sizes import SelectedSizes, outcome_of_sizes
 
 
 class ChoiceError(ValueError):
@@ -85,10 +57,11 @@ class Conditions:
     choices: list[AskedAt] = field(default_factory=list)  # those of them that need the user's leave
     choices_by_size: list[AskedAt] = field(default_factory=list)  # those that depend on nothing but sizes
     asks_for_numbers: bool = False  # the run asked for numbers; a trace has those of constants
+    selected: SelectedSizes = field(default_factory=SelectedSizes)
 
     @property
     def are_any(self) -> bool:
-        return bool(self.found) or self.asks_for_numbers
+        return bool(self.found) or self.asks_for_numbers or bool(self.selected.shapes)
 
     def require_checks(self) -> None:
         """Raises an error, ChoiceError by values, if the last trace met a choice between two branches."""
@@ -118,22 +91,32 @@ class Conditions:
         def converted(tensor: Tensor) -> None:
             self.asks_for_numbers = True
 
-        with _on_truth(record, number), _on_comparison(record), _on_conversion(converted):
+        selected = self.selected.recorded()
+        with _on_truth(record, number), _on_comparison(record), _on_conversion(converted), selected:
             yield
 
-    def _note_choice(self, tensor: Tensor, place: AskedAt) -> None:
-        outcomes = outcomes_by_size(tensor)
-        if outcomes is None:
-            self.choices.append(place)
-        elif len(outcomes) > 1:
-            self.choices_by_size.append(place)
+    def _assume(self, tensor: Tensor, outcome: bool, place: AskedAt) -> bool:
+        """Asserts that the tensor has this outcome, and notes whether the user must allow that."""
+        self.asked.append(place)
+        if not place.may_be_assumed:
+            outcomes = outcomes_by_size(tensor)
+            if outcomes is None:
+                self.choices.append(place)
+            elif len(outcomes) > 1:
+                self.choices_by_size.append(place)
+        holds = tensor if outcome else tensor.logical_not()
+        torch.ops.aten._assert_async.msg(holds, assumption(place.model, place.line))
+        return outcome
 
     def _note(self, outcome: bool, asking: FrameType) -> None:
-        self.found.append((_asked_at(_authors(asking)), outcome))
+        self.found.append((asked_at(authors(asking)), outcome))
 
     @contextmanager
-    def assumed(self) -> Iterator[None]:
-        """Answers conditions as the run did; any other is left to the trace, which mostly has no answer."""
+    def assumed(self, tensors: Sequence[Tensor], examples: Sequence[Tensor]) -> Iterator[None]:
+        """Answers conditions as the run did; any other is left to the trace, which mostly has no answer.
+
+        `tensors` are what the trace has for the example inputs.
+        """
         coming = list(self.found)
         self.asked, self.choices, self.choices_by_size = [], [], []
 
@@ -145,12 +128,7 @@ class Conditions:
                 return bool(value)
             if entry is None:
                 return None
-            self.asked.append(place)
-            if not place.may_be_assumed:
-                self._note_choice(tensor, place)
-            holds = tensor if entry[1] else tensor.logical_not()
-            torch.ops.aten._assert_async.msg(holds, assumption(place.model, place.line))
-            return entry[1]
+            return self._assume(tensor, entry[1], place)
 
         numbers: dict[sympy.Symbol, Tensor] = {}
 
@@ -163,16 +141,19 @@ class Conditions:
 
         def of_numbers(condition: torch.SymBool) -> bool | None:
             symbols = sorted(free_unbacked_symbols(condition), key=str)
-            if not symbols or not numbers.keys() >= set(symbols):
+            if not symbols:
                 return None
-            place = _asked_at(_authors(sys._getframe(2)))
-            if all(entry[0] != place for entry in coming):
+            place = asked_at(authors(sys._getframe(2)))
+            if (of_sizes := outcome_of_sizes(condition, sizes)) is not None:
+                return self._assume(of_sizes[1], of_sizes[0], place)
+            if not numbers.keys() >= set(symbols) or all(entry[0] != place for entry in coming):
                 return None
             tensor = sympy.lambdify(symbols, condition.node.expr, "math")(*(numbers[s] for s in symbols))
             return answer(tensor, place)
 
         if self.are_any:
             with (
+                self.selected.known(tensors, examples) as sizes,
                 _on_truth(answer, number),
                 _on_comparison(answer),
                 _on_conversion(constant_number),
@@ -192,7 +173,7 @@ def _on_truth(answer: _Answer, number: Callable[[Tensor], Any]) -> Iterator[None
     thread = threading.get_ident()
 
     def truth(tensor: Tensor) -> bool:
-        answered = answer(tensor, _asked_at(sys._getframe(1))) if threading.get_ident() == thread else None
+        answered = answer(tensor, asked_at(sys._getframe(1))) if threading.get_ident() == thread else None
         return TensorBase.__bool__(tensor) if answered is None else answered
 
     def item(tensor: Tensor) -> Any:
@@ -200,7 +181,7 @@ def _on_truth(answer: _Answer, number: Callable[[Tensor], Any]) -> Iterator[None
             return TensorBase.item(tensor)
         if tensor.dtype != torch.bool:
             return number(tensor)
-        answered = answer(tensor, _asked_at(sys._getframe(1)))
+        answered = answer(tensor, asked_at(sys._getframe(1)))
         return TensorBase.item(tensor) if answered is None else answered
 
     Tensor.__bool__ = truth  # type: ignore[method-assign, assignment]
@@ -223,7 +204,7 @@ def _on_comparison(answer: _Answer) -> Iterator[None]:
             return equal(input, other)  # torch refuses two types in words of its own
         if input is other or input.shape != other.shape:
             return input is other
-        answered = answer((input == other).all(), _asked_at(sys._getframe(1)))
+        answered = answer((input == other).all(), asked_at(sys._getframe(1)))
         return equal(input, other) if answered is None else answered
 
     @functools.wraps(allclose)
@@ -231,7 +212,7 @@ def _on_comparison(answer: _Answer) -> Iterator[None]:
         if threading.get_ident() != thread:
             return allclose(input, other, *args, **kwargs)
         close = torch.isclose(input, other, *args, **kwargs).all()
-        answered = answer(close, _asked_at(sys._getframe(1)))
+        answered = answer(close, asked_at(sys._getframe(1)))
         return allclose(input, other, *args, **kwargs) if answered is None else answered
 
     with ExitStack() as places:
@@ -263,13 +244,18 @@ def _on_conversion(number: Callable[[Tensor], Any]) -> Iterator[None]:
 
 @contextmanager
 def _on_truth_of_numbers(answer: Callable[[torch.SymBool], bool | None]) -> Iterator[None]:
-    """Answers comparisons of symbolic numbers by `answer`; where that is None, torch answers."""
+    """Answers comparisons of symbolic numbers by `answer` where torch cannot."""
     thread = threading.get_ident()
     torchs: Callable[[torch.SymBool], bool] = torch.SymBool.__bool__
 
     def truth(condition: torch.SymBool) -> bool:
-        answered = answer(condition) if threading.get_ident() == thread else None
-        return torchs(condition) if answered is None else answered
+        try:
+            return torchs(condition)
+        except GuardOnDataDependentSymNode:
+            answered = answer(condition) if threading.get_ident() == thread else None
+            if answered is None:
+                raise
+            return answered
 
     torch.SymBool.__bool__ = truth  # type: ignore[method-assign]
     try:
@@ -295,7 +281,7 @@ def intercept_boolean_items(given: bool | None = None) -> Iterator[list[AskedAt]
             return TensorBase.item(tensor)
         if (value := constant_number(tensor)) is not None:
             return bool(value)
-        asked.append(_asked_at(sys._getframe(1)))
+        asked.append(asked_at(sys._getframe(1)))
         return TensorBase.item(tensor) if given is None else given
 
     Tensor.item = item  # type: ignore[method-assign, assignment]
@@ -303,93 +289,3 @@ def intercept_boolean_items(given: bool | None = None) -> Iterator[list[AskedAt]
         yield asked
     finally:
         del Tensor.item
-
-
-def authors_line() -> str:
-    """Returns the line that the model's own code is at, with its text."""
-    return ": ".join(authors_place())
-
-
-def authors_place() -> tuple[str, str]:
-    """Returns the place that the model's own code is at, and the text of its line."""
-    place = _asked_at(_authors(sys._getframe(1)))
-    return place.model, place.line
-
-
-def _authors(frame: FrameType) -> FrameType:
-    """Returns the innermost frame outside of torch and of this folder."""
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, _PATCHES)):
-        frame = frame.f_back
-    return frame
-
-
-def _asked_at(asking: FrameType) -> AskedAt:
-    code, frame = asking.f_code, asking
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, _PATCHES)):
-        frame = frame.f_back
-    file, number = frame.f_code.co_filename, frame.f_lineno
-    return AskedAt(
-        asking=f"{code.co_filename}:{asking.f_lineno}",
-        model=f"{Path(file).name}:{number}",
-        line=linecache.getline(file, number).strip(),
-        is_torchs=code.co_filename.startswith(_LAYERS),
-        is_check=_is_check(file, number, frame.f_locals)
-        or _is_check(code.co_filename, asking.f_lineno, asking.f_locals),
-    )
-
-
-def _is_check(file: str, number: int, known: Mapping[str, Any] | None = None) -> bool:
-    """Whether the statement at this line is an assertion, or a condition of nothing but an error.
-
-    `known` are the values of the names there.
-
-    A condition of several parts counts only if the good branch asks all of them: `assert a and b`,
-    `if a or b: raise`. With `assert a or b`, two batches may go on with different outcomes of the parts.
-    """
-    for statement in _statements(file):
-        if not isinstance(statement, ast.Assert | ast.If):
-            continue
-        test = statement.test
-        if not test.lineno <= number <= (test.end_lineno or test.lineno):
-            continue
-        raises = isinstance(statement, ast.Assert) or isinstance(statement.body[-1], ast.Raise)
-        joint = ast.And if isinstance(statement, ast.Assert) else ast.Or
-        parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, joint) else [test]
-        if isinstance(test, ast.BoolOp) and _one_part_decides(test, known or {}):
-            parts = test.values
-        inner = (node for part in parts for node in ast.walk(part))
-        return raises and not any(isinstance(node, ast.BoolOp | ast.IfExp) for node in inner)
-    return False
-
-
-def _one_part_decides(test: ast.BoolOp, known: Mapping[str, Any]) -> bool:
-    """Whether tensors are in one part alone, and its outcome is that of the whole: no later part differs."""
-    own = next((place for place, part in enumerate(test.values) if not _is_without_tensors(part, known)), -1)
-    goes_on = isinstance(test.op, ast.And)
-    return all(_outcome(part, known) is goes_on for part in test.values[own:][1:])
-
-
-def _is_without_tensors(part: ast.expr, known: Mapping[str, Any]) -> bool:
-    """Whether the part has one outcome for every batch: `labels is not None`, `isinstance(x, Tensor)`."""
-    if isinstance(part, ast.Compare):
-        return all(isinstance(op, ast.Is | ast.IsNot) for op in part.ops)
-    if isinstance(part, ast.Call):
-        return isinstance(part.func, ast.Name) and part.func.id == "isinstance"
-    return _outcome(part, known) is not None
-
-
-def _outcome(part: ast.expr, known: Mapping[str, Any]) -> bool | None:
-    """Returns the outcome of a name, or of `not name`, whose value is known to be a plain truth value."""
-    if isinstance(part, ast.UnaryOp) and isinstance(part.op, ast.Not):
-        found = _outcome(part.operand, known)
-        return None if found is None else not found
-    value = known.get(part.id) if isinstance(part, ast.Name) else None
-    return value if isinstance(value, bool) else None
-
-
-@functools.lru_cache(maxsize=8)
-def _statements(file: str) -> tuple[ast.AST, ...]:
-    try:
-        return tuple(ast.walk(ast.parse("".join(linecache.getlines(file)))))
-    except SyntaxError:
-        return ()

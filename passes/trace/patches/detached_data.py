@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from pd2bw_fx.errors import TraceError
 
-from .conditions import authors_line
+from .asked_places import authors_line
 
 
 class DataIsDetached(TorchFunctionMode):

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from .conditions import authors_line
+from .asked_places import authors_line
 
 
 class OnlyGivenTensors(TorchFunctionMode):
