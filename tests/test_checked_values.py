@@ -141,3 +141,19 @@ def test_sizes_that_depend_on_values_are_asked_as_values_are() -> None:
     for other, line in ((inputs(times=1e3), r"if len\(kept\)"), ((-inputs()[0].abs(),), r"if rows\.shape")):
         with pytest.raises(RuntimeError, match=f"another way than in the trace, at .*{line}"):
             pipe.run(other)
+
+
+class GoingThrough(Asserting):
+    """Goes through what it selects, one by one, as a mixture of experts does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        for row in (x[:, 0] > -9).nonzero():
+            hidden = hidden + self.second(x[row])
+        return hidden.mean()
+
+
+@pytest.mark.parametrize("tracer", ["auto", "export-as-example"])
+def test_a_loop_over_what_is_selected_is_refused_with_advice_that_helps(tracer: str) -> None:
+    with pytest.raises(TraceError, match=r"Try: all entries, with a weight of 0 for some .*untraced"):
+        pd2bw_fx.split(model_of(GoingThrough), inputs(), cluster=2, costs="analytic", tracer=tracer)

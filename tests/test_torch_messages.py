@@ -13,8 +13,10 @@ from torch.export import Dim
 from pd2bw_fx.passes.trace.torch_messages import (
     BATCH_NAME,
     BATCH_VIOLATED,
+    NO_SIZES_BY_VALUES,
     RULE_REPLACED,
     SAMPLE_DIRICHLET,
+    SIZES_BY_VALUES,
     SUGGESTED_FIXES,
     TENSOR_ASSIGNED,
 )
@@ -37,6 +39,24 @@ def test_an_error_about_the_batch_names_it_first_and_suggests_bounds() -> None:
 
     assert str(refused.value).startswith(BATCH_VIOLATED)
     assert SUGGESTED_FIXES in str(refused.value)
+
+
+class Choosing(nn.Module):
+    def __init__(self, by_size: bool) -> None:
+        super().__init__()
+        self.by_size = by_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if (len(x[x > 0]) if self.by_size else x.sum()) > 1 else x
+
+
+@pytest.mark.parametrize("by_size", [False, True])
+def test_an_error_about_a_condition_names_sizes_that_depend_on_values(by_size: bool) -> None:
+    with pytest.raises(RuntimeError) as refused:
+        exported(Choosing(by_size), torch.ones(4, 3))
+
+    assert SIZES_BY_VALUES in str(refused.value)
+    assert (NO_SIZES_BY_VALUES in str(refused.value)) is not by_size
 
 
 class Remembers(nn.Module):

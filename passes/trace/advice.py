@@ -11,7 +11,7 @@ from .exported import OF_GAMMAS
 from .patches.conditions import ChoiceError
 from .program import Program
 from .source_lines import chooses_at_random, met_packed_sequences, one_line, source_line
-from .torch_messages import SAMPLE_DIRICHLET
+from .torch_messages import NO_SIZES_BY_VALUES, SAMPLE_DIRICHLET, SIZES_BY_VALUES
 
 _AS_EXAMPLE = "pass tracer='export-as-example' if it always goes the same way"
 _ASKING = "if it always goes the same way ask the tensor itself or its item(), as `if x.max() > 1` does"
@@ -24,6 +24,11 @@ _ADVICE_FOR_PACKED = (
     "the recurrent layer on the padded batch, since how long packed sequences are depends on values; what "
     "comes behind a sequence's end is taken out with a mask, its last state with gather; or have the module "
     "that packs and pads run as it is written (pd2bw_fx.untraced)"
+)
+_ADVICE_FOR_SELECTIONS = (
+    "all entries, with a weight of 0 for some (a mask, torch.where), in place of selecting some or going "
+    "through some (x[mask], nonzero), since how many these are depends on values; or have the part of the "
+    "model that selects, with all that needs their number, run as it is written (pd2bw_fx.untraced)"
 )
 _ADVICE_AT_RANDOM = (
     "without leaving layers out at random (layerdrop=0 or the like; a graph has them all), with inputs that "
@@ -70,9 +75,17 @@ def _advice(program: Program, attempts: _Attempts, tracer: str) -> str:
         return OF_GAMMAS
     if any(chooses_at_random(error) for _, error in attempts):
         return _ADVICE_AT_RANDOM
+    if _needs_sizes_by_values(attempts):
+        return _ADVICE_FOR_SELECTIONS
     if not program.flat.tensors:
         return _ADVICE_WITHOUT_EXAMPLES
     return _ADVICE.replace(_AS_EXAMPLE, _of_conditions(attempts, tracer))
+
+
+def _needs_sizes_by_values(attempts: _Attempts) -> bool:
+    """Whether the way of the example was taken, and how much is selected stops even that."""
+    texts = [str(error) for name, error in attempts if name == "export-as-example"]
+    return any(SIZES_BY_VALUES in text and NO_SIZES_BY_VALUES not in text for text in texts)
 
 
 def _of_conditions(attempts: _Attempts, tracer: str) -> str:

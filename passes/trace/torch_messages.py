@@ -21,3 +21,7 @@ SAMPLE_DIRICHLET = "_sample_dirichlet"
 
 # How the warning of a rule for vmap that replaces torch's begins. Not found: users see the warning.
 RULE_REPLACED = "Warning only once for all operators"
+
+# How the end of an error about a condition begins that names sizes by values, and how it ends where there are
+# none. Not found: the error has the usual advice.
+SIZES_BY_VALUES, NO_SIZES_BY_VALUES = "(Size-like symbols: ", "(Size-like symbols: none)"
