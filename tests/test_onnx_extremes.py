@@ -42,6 +42,15 @@ def assert_alike(folder: Path, model: nn.Module, atol: float = 1e-6, **inputs: T
         np.testing.assert_allclose(found, result.numpy(), rtol=1e-4, atol=atol)
 
 
+def test_windows_on_transposed_memory_are_those_that_lie_there(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Ending(lambda h: h.t().as_strided((4, 3, 2), (1, 4, 4))).eval()
+    folder = exported(model, tmp_path / "onnx", torch.randn(5, 4))
+
+    for size in (4, 9):
+        assert_alike(folder, model, x=torch.randn(size, 4))
+
+
 @pytest.mark.parametrize(
     "function",
     [

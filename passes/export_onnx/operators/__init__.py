@@ -5,6 +5,7 @@
     division        floor division and remainder of floats
     integers        division and shifts of integers
     concat          stacking tensors of several types
+    memory          parts of memory as it lies (as_strided)
     scans           cumulative products, maxima and minima
     special         special functions: erfinv, hypot, lgamma, logit
     stable          logarithms and exponentials without overflow, and the losses made of them

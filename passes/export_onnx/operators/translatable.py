@@ -14,6 +14,7 @@ from torch.nn import functional
 from .concat import BY_FUNCTION as JOINED
 from .division import BY_NAME as FLOORED
 from .integers import BY_NAME as WHOLE_NUMBERS
+from .memory import BY_NAME as OF_MEMORY
 from .ordering import BY_NAME as ORDERING
 from .scans import BY_NAME as SCANS
 from .special import BY_FUNCTION as SPECIAL_FUNCTIONS
@@ -248,6 +249,7 @@ _BY_NAME: Mapping[str, Callable[..., Any]] = {
     "__rsub__": _subtracted_from,
     **STABLE,
     **ORDERING,
+    **OF_MEMORY,
     **WHOLE_NUMBERS,
     **FLOORED,
     **SCANS,
