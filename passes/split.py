@@ -67,7 +67,7 @@ def split(
       file, split for inference with the options of `split_onnx`; or a Pipeline, which is planned again for
       another method or cluster without being traced and profiled a second time. The pipeline shares the
       model's tensors until it is trained or loaded. A model on the meta device gets its values later
-      (`Pipeline.load_tensors`).
+      (`Pipeline.load_state_dict`).
     - `example_args`, `example_kwargs`: one microbatch, as the model's forward takes it. By default the
       model's own (`example_inputs()`, or `dummy_inputs` of a Hugging Face model). Without any, the model is
       traced symbolically, and costs are estimated from its parameters.
@@ -186,7 +186,7 @@ def _tell_of_the_meta_device(pipeline: Pipeline) -> None:
     if pipeline.trace_report is not None:
         note = (
             "weights on the meta device have no values: the stages were not compared with the model. "
-            "load_tensors gives them, and verify(model) compares"
+            "load_state_dict gives them, and verify(model) compares"
         )
         notes = (*pipeline.trace_report.notes, note)
         pipeline.trace_report = replace(pipeline.trace_report, notes=notes)

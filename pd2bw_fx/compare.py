@@ -181,7 +181,7 @@ class _Contender:
             return
         pipe = self.pipe
         if self.measured:
-            pipe.load_tensors(self.initial)
+            pipe.load_state_dict(self.initial)
         else:
             self.initial = pipe.tensors()
         try:

@@ -138,8 +138,8 @@ class Pipeline:
         """
         return as_state_dict((*self.graph.parameters.values(), *self.graph.buffers.values()), self._tensors)
 
-    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replaces weights, given by name in the graph or by any tied name.
+    def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replaces weights, all or some of them, given by name in the graph or by any tied name.
 
         Each tensor is converted to the type, the device and the memory order (channels_last, say) of the one
         that it replaces. Entries that a module's `get_extra_state` made (`.._extra_state` in a state_dict)

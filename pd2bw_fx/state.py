@@ -45,11 +45,11 @@ def require_values(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> None:
         return
     more = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
     kept = {spec.name for spec in (*graph.parameters.values(), *graph.buffers.values()) if spec.persistent}
-    advice = "give them by load_tensors, all at once or one file after another"
+    advice = "give them by load_state_dict, all at once or one file after another"
     if kept.isdisjoint(empty):
         advice = (
-            "no state dict has them: load_tensors(dict(model.named_buffers())) gives those of a model that "
-            "is built on a device with memory"
+            "no state dict has them: load_state_dict(dict(model.named_buffers())) gives those of a model "
+            "that is built on a device with memory"
         )
     raise InputError(f"{graph.model_name} has no values for {empty[0]!r}{more}, on the meta device; {advice}")
 

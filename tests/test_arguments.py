@@ -134,14 +134,14 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
     "timeline is None; a Timeline": (lambda: pipe().peak_memory_bytes(None), InputError),  # type: ignore[arg-type]
     r"plan is a str \(.* \.\.\); a Plan": (lambda: pipe().check_plan(pipe().plan.dumps()), InputError),  # type: ignore[arg-type]
     r"tensors is a Sequential \(Sequential\(.*\); a dict": (
-        lambda: pipe().load_tensors(nn.Sequential(nn.Linear(9, 9))),  # type: ignore[arg-type]
+        lambda: pipe().load_state_dict(nn.Sequential(nn.Linear(9, 9))),  # type: ignore[arg-type]
         InputError,
     ),
     r"tensors\['0.weight'\] is a ndarray \(.*\); a tensor": (
-        lambda: pipe().load_tensors({"0.weight": np.ones((8, 4))}),  # type: ignore[dict-item]
+        lambda: pipe().load_state_dict({"0.weight": np.ones((8, 4))}),  # type: ignore[dict-item]
         InputError,
     ),
-    r"tensors\['0.bias'\] is 1": (lambda: pipe().load_tensors({"0.bias": 1}), InputError),  # type: ignore[dict-item]
+    r"tensors\['0.bias'\] is 1": (lambda: pipe().load_state_dict({"0.bias": 1}), InputError),  # type: ignore[dict-item]
     "tolerance is '1e-3'; a number of zero": (lambda: pipe().verify(tolerance="1e-3"), InputError),  # type: ignore[arg-type]
     "tolerance is -1; a number of zero": (lambda: pipe().verify(tolerance=-1), InputError),
     r"example is a tuple \(.*; a dict of tensors": (lambda: pipe().verify(example=(ROWS,)), InputError),  # type: ignore[arg-type]

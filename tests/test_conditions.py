@@ -167,7 +167,7 @@ def test_a_first_call_that_is_over_is_asserted() -> None:
     pipe = pd2bw_fx.split(model, inputs(), cluster=2, costs="analytic", tracer="export-as-example")
 
     assert pipe.verify(model).exact
-    pipe.load_tensors({"is_started": torch.tensor(0, dtype=torch.uint8)})
+    pipe.load_state_dict({"is_started": torch.tensor(0, dtype=torch.uint8)})
     with pytest.raises(RuntimeError, match=r"another way .*: if self\.is_started"):
         pipe.run(inputs()[0])
 
@@ -350,7 +350,7 @@ def test_what_buffers_decide_needs_no_leave_and_is_asserted() -> None:
     assert pipe.trace_report.tracer == "export-as-example"
     assert "which the stages assert" in str(pipe.trace_report)
     pipe.verify(example={"x": inputs(3)[0]})
-    pipe.load_tensors(pipe.state_dict() | {"doubling": torch.tensor(False)})
+    pipe.load_state_dict(pipe.state_dict() | {"doubling": torch.tensor(False)})
     with pytest.raises(RuntimeError, match="values go another way than in the trace"):
         pipe.run(inputs())
 

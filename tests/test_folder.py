@@ -250,7 +250,7 @@ def test_weights_written_by_hand_that_do_not_fit_are_named(
 def test_a_tied_weight_may_be_no_number(shared: tuple[Shared, Path]) -> None:
     pipe, none = pd2bw_fx.load(shared[1]), torch.full((8, 8), torch.nan)
 
-    pipe.load_tensors({"words.weight": none, "head.weight": none.clone()})
+    pipe.load_state_dict({"words.weight": none, "head.weight": none.clone()})
 
     assert pipe.state_dict()["head.weight"].isnan().all()
 
@@ -258,6 +258,6 @@ def test_a_tied_weight_may_be_no_number(shared: tuple[Shared, Path]) -> None:
 def test_what_is_no_tensor_of_a_state_dict_stays_the_models(shared: tuple[Shared, Path]) -> None:
     pipe = pd2bw_fx.load(shared[1])
 
-    pipe.load_tensors({**pipe.state_dict(), "layers.0._extra_state": {"epoch": 3}})  # type: ignore[dict-item]
+    pipe.load_state_dict({**pipe.state_dict(), "layers.0._extra_state": {"epoch": 3}})  # type: ignore[dict-item]
 
     assert "layers.0._extra_state" not in pipe.state_dict()

@@ -48,7 +48,7 @@ def test_the_trained_weights_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert raised.value.__notes__ == ["the pipeline has the weights after the 3 updates that were given"]
     trained = pipe.state_dict()
     monkeypatch.undo()
-    pipe.load_tensors(start)
+    pipe.load_state_dict(start)
     pipe.train_local(batches, optimizer=sgd, microbatches_per_update=2)
     assert all(torch.equal(tensor, trained[name]) for name, tensor in pipe.state_dict().items())
 

@@ -406,17 +406,17 @@ def test_training_that_is_broken_off_keeps_what_it_learned(model: nn.Module, pip
         ([*batches[:2], tuple(tensor[:3] for tensor in batches[0])], pd2bw_fx.InputError, "^batch 2: "),
         (interrupted(), KeyboardInterrupt, ""),
     ):
-        pipe.load_tensors(start)
+        pipe.load_state_dict(start)
         with pytest.raises(error, match=told) as raised:
             pipe.train_local(broken, optimizer=sgd)
         assert raised.value.__notes__ == ["the pipeline has the weights after the 2 updates that were given"]
         assert all(torch.equal(tensor, after_two[name]) for name, tensor in pipe.state_dict().items())
 
-    pipe.load_tensors(start)
+    pipe.load_state_dict(start)
     with pytest.raises(ZeroDivisionError):
         pipe.train_local(batches, optimizer=sgd, on_update=lambda update, loss: bool(1 // (update - 1)))
     assert not torch.equal(pipe.state_dict()["head.weight"], start["head.weight"])
-    pipe.load_tensors(start)
+    pipe.load_state_dict(start)
 
     stopped = pipe.train_local(batches * 5, optimizer=sgd, on_update=lambda update, loss: update < 2)
     assert 3 <= len(stopped.losses) < 5 * len(batches)

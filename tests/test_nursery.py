@@ -133,7 +133,7 @@ def test_a_nursery_that_was_killed_is_replaced(pipe: pd2bw_fx.Pipeline, tmp_path
     old = kept_process()
     old.kill()
     old.wait()
-    pipe.load_tensors(build("mlp").state_dict())
+    pipe.load_state_dict(build("mlp").state_dict())
 
     assert len(trained(pipe, tmp_path)) == len(first)
     assert kept_process().pid != old.pid

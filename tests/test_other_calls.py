@@ -128,7 +128,7 @@ def test_what_runs_follows_writes_that_torch_does_not_count() -> None:
 
 def test_a_pipeline_has_copies_of_what_it_is_loaded_with() -> None:
     pipe, teacher = split(Counting()), Counting()
-    pipe.load_tensors(teacher.state_dict())
+    pipe.load_state_dict(teacher.state_dict())
     before = pipe.state_dict()["first.weight"].clone()
     with torch.no_grad():
         teacher.first.weight.add_(1.0)

@@ -77,7 +77,7 @@ def test_a_number_that_is_part_of_a_buffer_is_what_it_was_in_its_microbatch(batc
     model = RunningMean()
     pipe = pd2bw_fx.split(model, (batches[0][:4],), cluster=1, costs="analytic")
     model.mean.zero_()  # type: ignore[operator]
-    pipe.load_tensors(model.state_dict())
+    pipe.load_state_dict(model.state_dict())
     result = pipe.train_local(
         batches[:1], optimizer=lambda p: torch.optim.SGD(p, lr=0.0), microbatches_per_update=4, method="1f1b"
     )

@@ -27,10 +27,10 @@ def pipe() -> pd2bw_fx.Pipeline:
 def test_weights_take_the_models_type_and_go_to_all_their_names(pipe: pd2bw_fx.Pipeline) -> None:
     matrix = torch.randn(256, 16, dtype=torch.float64)
 
-    pipe.load_tensors({"head.weight": matrix})
+    pipe.load_state_dict({"head.weight": matrix})
 
     assert all(torch.equal(pipe.state_dict()[name], matrix.float()) for name in SHARED)
-    pipe.load_tensors(pipe.state_dict())
+    pipe.load_state_dict(pipe.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_weights_that_cannot_be_are_refused_and_none_replaced(
     before = pipe.state_dict()
 
     with pytest.raises(InputError, match=re.escape(error)):
-        pipe.load_tensors({"norm.weight": torch.zeros(16), **tensors})
+        pipe.load_state_dict({"norm.weight": torch.zeros(16), **tensors})
 
     after = pipe.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
@@ -63,7 +63,7 @@ def test_what_is_no_dict_plan_or_metrics_is_refused_in_one_line(
     wrong: Any = 3
 
     with pytest.raises(InputError, match="tensors is 3; a dict of tensors by name"):
-        pipe.load_tensors(wrong)
+        pipe.load_state_dict(wrong)
     with pytest.raises(InputError, match="plan is 3; a Plan"):
         pipe.check_plan(wrong)
     with pytest.raises(InputError, match="metrics is 3; a Metrics"):

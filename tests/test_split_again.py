@@ -46,10 +46,10 @@ def test_the_second_pipeline_has_the_current_weights_and_the_first_keeps_its_own
     pipe = pd2bw_fx.split(model, cluster=1, costs="analytic")
     before = model.state_dict()
     trained = {name: tensor + 1 for name, tensor in before.items()}
-    pipe.load_tensors(trained)
+    pipe.load_state_dict(trained)
 
     again = pd2bw_fx.split(pipe, cluster=2)
-    again.load_tensors({name: tensor + 1 for name, tensor in again.state_dict().items()})
+    again.load_state_dict({name: tensor + 1 for name, tensor in again.state_dict().items()})
 
     for name, tensor in trained.items():
         assert torch.equal(again.state_dict()[name], tensor + 1)

@@ -83,7 +83,7 @@ def test_what_is_saved_or_replaced_lies_as_it_did(model: nn.Module, tmp_path: Pa
     pipe = pd2bw_fx.split(model, x, cluster=1, costs="analytic")
     pipe.save(tmp_path / "saved")
     loaded = pd2bw_fx.load(tmp_path / "saved")
-    pipe.load_tensors({name: tensor.contiguous() for name, tensor in model.state_dict().items()})
+    pipe.load_state_dict({name: tensor.contiguous() for name, tensor in model.state_dict().items()})
 
     for one in (pipe, loaded):
         assert {name: t.stride() for name, t in one.tensors().items()} == {

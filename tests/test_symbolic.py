@@ -217,6 +217,6 @@ def test_what_follows_from_a_buffer_follows_other_weights(read: Callable[[Tensor
     other.scale = torch.tensor([1.5, 3.0])
     pipe = pd2bw_fx.split(_Scaled(read), x, cluster=2, costs="analytic", tracer="fx")
 
-    pipe.load_tensors(other.state_dict())
+    pipe.load_state_dict(other.state_dict())
 
     torch.testing.assert_close(pipe.run(x)["loss"], other(x))

@@ -127,12 +127,12 @@ def test_what_was_split_without_values_is_whole_when_they_are_loaded(tmp_path: P
     with torch.device("meta"):
         pipe = pd2bw_fx.split(Scaled(), (torch.empty(4, 8),), cluster=2, costs="analytic")
     for name, tensor in real.state_dict().items():  # one after another, as from files
-        pipe.load_tensors({name: tensor})
+        pipe.load_state_dict({name: tensor})
     with pytest.raises(InputError, match=r"no values for 'scale', .*no state dict has them"):
         pipe.run(rows())
     with pytest.raises(InputError, match=r"'scale' has shape \(7,\)"):
-        pipe.load_tensors({"scale": torch.zeros(7)})
-    pipe.load_tensors(dict(real.named_buffers()))
+        pipe.load_state_dict({"scale": torch.zeros(7)})
+    pipe.load_state_dict(dict(real.named_buffers()))
 
     assert pipe.run(rows())["loss"] == real(*rows())
     assert pipe.verify(real).exact

@@ -143,5 +143,5 @@ def _keep_weights(pipeline: Pipeline, run: LocalRun, error: BaseException) -> No
         another.add_note(_LOST)
         raise
     else:
-        pipeline.load_tensors(result.tensors)
+        pipeline.load_state_dict(result.tensors)
         error.add_note(f"the pipeline has the weights after the {len(result.losses)} updates that were given")

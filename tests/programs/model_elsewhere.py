@@ -43,7 +43,7 @@ def main() -> None:
         there = tuple(tensor.to(DEVICE) for tensor in batch)
         assert loaded.verify(model).exact
         assert loaded.verify(model, example_args=there).exact
-        empty.load_tensors(model.state_dict())
+        empty.load_state_dict(model.state_dict())
         assert empty.verify(model).exact
         assert {tensor.device for tensor in empty.example.values()} == {DEVICE}
 

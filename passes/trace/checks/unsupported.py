@@ -81,7 +81,7 @@ def require_data(model: nn.Module, names: Sequence[str], tensors: Sequence[Tenso
     if full is not None:
         raise InputError(
             f"{empty[0]!r} is on the meta device, and {full!r} on {weights[full].device}; put all of the "
-            "model there, model.to('meta'), and give the pipeline the values by load_tensors"
+            "model there, model.to('meta'), and give the pipeline the values by load_state_dict"
         )
     for name, tensor in zip(names, tensors, strict=False):
         if not tensor.is_meta:
