@@ -357,9 +357,10 @@ class BatchLayout:
             what = "has no values, on the meta device" if value.is_meta else f"is in layout {value.layout}"
             raise InputError(f"the batch's {known} {what}; a dense tensor with values was expected")
         if value.dtype is not known.dtype or value.dim() != known.num_dims:
+            found = f"{dtype_name(value.dtype)} with {counted(value.dim(), 'dimension')}"
             raise InputError(
-                f"the batch's {known} is {dtype_name(value.dtype)} with {value.dim()} dimensions; expected "
-                f"{dtype_name(known.dtype)} with {known.num_dims}, as in the example inputs"
+                f"the batch's {known} is {found}; expected {dtype_name(known.dtype)} with {known.num_dims}, "
+                "as in the example inputs"
             )
         if any(size not in (None, own) for size, own in zip(known.sizes, value.shape, strict=False)):
             sizes = ", ".join("any" if size is None else str(size) for size in known.sizes)

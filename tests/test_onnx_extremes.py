@@ -361,7 +361,12 @@ _NONE, _FAR = float("nan"), float("inf")
                 [[1, _FAR, 2, -_FAR], [1, _NONE, 3, _NONE], [0, -1, -2.5, 1e25], [1e-25, 0.5, 3, 1]]
             ),
         ),
-        (_of_halves, torch.rand(2, 4), torch.arange(-40, 40).reshape(10, 8)[:, :4] / 10),
+        # Not drawn: onnxruntime leaves out roundings to half, which matters close to a whole number.
+        (
+            _of_halves,
+            torch.arange(0.1, 0.9, 0.1).reshape(2, 4),
+            torch.arange(-40, 40).reshape(10, 8)[:, :4] / 10,
+        ),
         (_of_few_bits, torch.randint(1, 8, (2, 4)), torch.tensor([[9, 5, 2, 9], [9, 9, 9, 9], [1, 5, 7, 0]])),
     ],
 )
