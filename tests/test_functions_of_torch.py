@@ -43,6 +43,11 @@ def two_selections(model: Model, x: Tensor) -> Tensor:
     return F.mse_loss(hidden.masked_select(mask), torch.masked_select(x[:, 8:16], mask))
 
 
+def by_two_masks(model: Model, x: Tensor) -> Tensor:
+    hidden, mask = model.first(x), x[:, :8] > 0.5
+    return F.mse_loss(hidden[~mask], x[:, 8:16][~mask])
+
+
 def divergence(model: Model, x: Tensor) -> Tensor:
     """Calls distributions that check their arguments by assertions."""
     mean, deviation = model.first(x).chunk(2, -1)
@@ -67,6 +72,7 @@ FUNCTIONS: dict[str, Callable[[Model, Tensor], Tensor]] = {
     "pow of the batch's size": lambda model, x: torch.pow(x.shape[0], torch.sigmoid(model.first(x))),
     "a pad of rows that a mask picks": lambda model, x: F.pad(picked(model, x).cumsum(-1), (1, 0)),
     "two selections by one mask": two_selections,
+    "two selections by a mask that is computed twice": by_two_masks,
     "the divergence of two normals of several dimensions": divergence,
     "bags of one word": lambda model, x: model.last(model.bags(words(x)[:, 0].unsqueeze(1))),
     "bags of one word, as a view": lambda model, x: model.last(model.bags(words(x[:, :1]).view(-1, 1))),
@@ -97,8 +103,8 @@ def test_a_bag_of_one_word_is_called_as_the_layer() -> None:
 
 def test_lengths_that_differ_for_a_trace_name_what_to_do() -> None:
     def by_two_masks(model: Model, x: Tensor) -> Tensor:
-        hidden, mask = model.first(x), x[:, :8] > 0.5
-        return F.mse_loss(hidden[~mask], x[:, 8:16][~mask])
+        hidden, mask = model.first(x), x[:, 0] > 0.5
+        return F.cosine_similarity(hidden[~mask], x[:, 8:16][~mask])
 
     with pytest.raises(TraceError, match=r"Try: index by one mask that is computed once.*pd2bw_fx\.untraced"):
         pd2bw_fx.split(Model(by_two_masks), torch.rand(6, 32), cluster=2, costs="analytic")

@@ -198,7 +198,7 @@ def test_an_annotation_that_onnx_accepts_and_that_makes_no_sense_is_refused(
 
 
 def test_one_process_a_stage_puts_microbatches_together_where_outputs_have_a_batch_axis(
-    tmp_path: Path, folder: Path
+    tmp_path: Path, folder: Path, gpt: Cut
 ) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -210,7 +210,7 @@ def test_one_process_a_stage_puts_microbatches_together_where_outputs_have_a_bat
 
     np.testing.assert_allclose(found["output"], net(x).detach().numpy(), rtol=1e-4, atol=1e-6)
     with pytest.raises(InputError, match="output 'loss' has no batch axis"):
-        run_onnx_processes(folder, {"tokens": x, "targets": x}, num_microbatches=2)
+        run_onnx_processes(folder, gpt.batch(2), num_microbatches=2)
 
 
 def test_an_annotated_folder_runs_and_says_that_it_has_no_stages(gpt: Cut, tmp_path: Path) -> None:
