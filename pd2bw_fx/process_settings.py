@@ -97,12 +97,11 @@ def cudnn_off() -> Iterator[None]:
     torch.backends.cudnn.flags(enabled=False) reads and sets them all, and raises where the older switch for
     TF32 cannot express what the newer ones are set to.
     """
-    before = torch.backends.cudnn.enabled
-    torch.backends.cudnn.enabled = False
+    (before,) = _switched(torch.backends.cudnn, enabled=False)
     try:
         yield
     finally:
-        torch.backends.cudnn.enabled = before
+        _switched(torch.backends.cudnn, enabled=before)
 
 
 @contextmanager
@@ -117,5 +116,7 @@ def leave_other_flags_alone() -> Iterator[None]:
 
 def _switched(library: Any, enabled: bool) -> tuple[bool]:
     before = (library.enabled,)
-    library.enabled = enabled
+    # torch.testing's tools freeze the flags, except for what switches them back.
+    with torch.backends.__allow_nonbracketed_mutation():
+        library.enabled = enabled
     return before

@@ -154,3 +154,16 @@ def test_stages_keep_the_default_type_that_their_model_was_split_under(tmp_path:
     source = "".join(stage.source for stage in pipeline.stages)
     assert "torch.linspace(0, 1, 8, dtype=torch.float64, device=" in source
     assert "torch.arange(8, device=" in source
+
+
+def test_a_model_goes_through_where_torchs_test_tools_have_frozen_the_flags(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held = BACKENDS.disable_global_flags.__globals__
+    monkeypatch.setitem(held, "__allow_nonbracketed_mutation_flag", False)
+    with pytest.raises(RuntimeError, match="not allowed to set"):
+        BACKENDS.mkldnn.enabled = False
+
+    pipe = pd2bw_fx.split(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.rand(2, 4), costs="analytic")
+
+    assert pipe.trace_report.tracer == "export"
