@@ -13,7 +13,8 @@ import pytest
 from safetensors.torch import load_file
 
 import pd2bw_fx
-from pd2bw_fx.cli import main
+from pd2bw_fx.cli import main, parser
+from pd2bw_fx.commands.work import training
 from pd2bw_fx.errors import UsageError
 from pd2bw_fx.models import build
 from pd2bw_fx.runtime.launcher import STARTED_BY
@@ -238,3 +239,23 @@ def test_training_writes_a_last_checkpoint_and_says_where_it_goes_on(
         assert said in capsys.readouterr().out
     assert main([*words, "--updates", "5", "--optimizer", "sgd"]) != 0
     assert "is of a run with AdamW, and this one has SGD; go on with" in capsys.readouterr().err
+
+
+def test_a_rank_has_the_options_of_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(training, "start_processes", lambda number, words: started.append(words))
+    of_the_plan = ["--cluster", "2", "--costs", "analytic"]
+    given = ["--method", "1f1b", "--microbatches", "8", "--precision", "bf16", "--compile", "--json"]
+    given += ["--optimizer", "sgd", "--lr", "0.1", "--updates", "7", "--seed", "3", "--every", "5"]
+    given += ["--record", "4", "--output", str(tmp_path / "weights.safetensors")]
+    folders = ["--checkpoint", str(tmp_path / "run"), "--metrics", str(tmp_path / "metrics.json")]
+
+    assert main(["train", "gpt", *of_the_plan, *given, *folders]) == 0
+
+    (words,) = started
+    asked = vars(parser().parse_args(["train", "gpt", *given, *folders]))
+    found = vars(parser().parse_args(words))
+    of_where = ("model", "command")
+    assert {name: found[name] for name in asked if name not in of_where} == {
+        name: value for name, value in asked.items() if name not in of_where
+    }

@@ -28,6 +28,7 @@ _OF_A_RANK = (
     "data", "optimizer", "lr", "updates", "seed", "method", "microbatches", "replicas", "precision",
     "checkpoint", "every", "metrics", "trace", "record", "output",
 )  # fmt: skip
+_SWITCHES_OF_A_RANK = ("compile", "json")
 
 
 def train(options: argparse.Namespace) -> int:
@@ -107,4 +108,5 @@ def _words(options: argparse.Namespace, folder: Path) -> list[str]:
     """Returns the command of a rank: with these options, for the pipeline in this folder."""
     given = {name: getattr(options, name) for name in _OF_A_RANK}
     words = [f"--{name}={value}" for name, value in given.items() if value is not None]
-    return ["train", str(folder), *words, *(["--json"] if options.json else [])]
+    words += [f"--{name}" for name in _SWITCHES_OF_A_RANK if getattr(options, name)]
+    return ["train", str(folder), *words]
