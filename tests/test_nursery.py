@@ -98,7 +98,9 @@ def test_what_workers_printed_is_seen_when_one_of_them_fails(
     assert capfd.readouterr().out.count("a worker's own word") == 2
 
 
-def test_a_worker_ends_quietly_whose_parent_goes_while_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_ends_quietly_whose_parent_goes_while_it_sends(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(worker, "note_worker", lambda: None)  # this process is none
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -108,6 +110,8 @@ def test_a_worker_ends_quietly_whose_parent_goes_while_it_sends(monkeypatch: pyt
         ours.sendall(sent)
         ours.close()
         worker.serve(theirs.detach())
+
+        assert capfd.readouterr() == ("", "")
 
 
 def test_workers_have_the_environment_the_folder_and_the_output_of_now(

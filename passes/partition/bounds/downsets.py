@@ -19,7 +19,7 @@ c(X - v) + c(D) <= c(X) + c(D + v), because c is symmetric and submodular.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,7 +71,7 @@ class DownSets:
         self._partly = partly = (self.counts > 0) & (self.counts < self.sizes[:, None])
         self.crossing = [np.flatnonzero(column) for column in partly.T]
         self.tables = [_Table(kind, self.member, partly) for kind in self.kinds]
-        self._sums: dict[tuple[bool, bytes], Floats] = {}
+        self._sums: dict[tuple[str, bytes], Floats] = {}
         self.up_to_s: Floats = np.maximum.accumulate(self.tables[0].work_s)
         self.rate = _rate(self.kinds)
 
@@ -99,16 +99,16 @@ class DownSets:
 
     def of_nodes(self, each: Floats) -> Floats:
         """Returns the sum over each set's nodes. Other orders of the devices ask for most sums again."""
-        key = True, each.tobytes()
-        if key not in self._sums:
-            self._sums[key] = self.member @ each
-        return self._sums[key]
+        return self._summed("nodes", each, lambda: self.member @ each)
 
     def of_crossing(self, each: Floats) -> Floats:
         """Returns the sum over the nets that are partly in each set."""
-        key = False, each.tobytes()
+        return self._summed("crossing", each, lambda: each @ self._partly)
+
+    def _summed(self, over: str, each: Floats, add_up: Callable[[], Floats]) -> Floats:
+        key = over, each.tobytes()
         if key not in self._sums:
-            self._sums[key] = each @ self._partly
+            self._sums[key] = add_up()
         return self._sums[key]
 
     def chain_within(self, target_s: float, deadline: Any) -> Chain | None:

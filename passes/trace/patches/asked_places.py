@@ -65,9 +65,7 @@ def authors(frame: FrameType) -> FrameType:
 
 
 def asked_at(asking: FrameType) -> AskedAt:
-    code, frame = asking.f_code, asking
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, _PATCHES)):
-        frame = frame.f_back
+    code, frame = asking.f_code, authors(asking)
     file, number = frame.f_code.co_filename, frame.f_lineno
     return AskedAt(
         asking=f"{code.co_filename}:{asking.f_lineno}",

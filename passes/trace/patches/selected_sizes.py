@@ -113,8 +113,5 @@ def outcome_of_sizes(condition: torch.SymBool, sizes: _Sizes) -> tuple[bool, Ten
     if not isinstance(expression, sympy.core.relational.Relational) or not sizes.keys() >= set(symbols):
         return None
     outcome = expression.subs({symbol: sizes[symbol].on_the_example for symbol in symbols})
-    numbers = [
-        torch.full((), s.tensor.shape[s.dimension], device=s.tensor.device)
-        for s in map(sizes.__getitem__, symbols)
-    ]
+    numbers = [sizes[symbol].as_tensor() for symbol in symbols]
     return bool(outcome), sympy.lambdify(symbols, expression, _ON_TENSORS)(*numbers)
