@@ -62,7 +62,7 @@ class Watch:
 
     def put_on(self) -> None:
         """Into this process's engines."""
-        for name in ("isend", "irecv", "wait", "place"):
+        for name in ("isend", "irecv", "wait", "shared_buffer"):
             setattr(Route, name, self.excluded(getattr(Route, name)))
         torch.autograd.backward = self.excluded(torch.autograd.backward)
         torch.optim.SGD.step = self.excluded(torch.optim.SGD.step)  # type: ignore[method-assign]
@@ -72,7 +72,9 @@ class Watch:
 
         def begin_forward(store: WeightStore, *args: Any, **kwargs: Any) -> Any:
             module: nn.Module = begin(store, *args, **kwargs)
-            return self.excluded(module)
+            if "forward" not in vars(module):
+                module.forward = self.excluded(module.forward)
+            return module
 
         WeightStore.begin_forward = begin_forward  # type: ignore[method-assign]
 
