@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import pd2bw_fx
 from pd2bw_fx.cli import main
@@ -143,6 +144,8 @@ def test_the_commands_of_a_document_run(
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [step for _, slow, _ in told() for step in slow], ids=lambda step: step[-1])
 def test_a_slow_command_of_a_document_runs(step: tuple[str, ...], tmp_path: Path) -> None:
+    if "--device cuda" in step[0] and not torch.cuda.is_available():
+        pytest.skip("there is no GPU here")
     is_benchmark = "benchmarks/" in step[0]
     if not is_benchmark:
         prepare(tmp_path, with_onnx=False)
