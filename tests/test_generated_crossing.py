@@ -69,3 +69,51 @@ def test_values_of_one_name_that_cross_are_told_apart_by_the_modules_that_make_t
     )
     assert "return encoder_hidden, decoder_hidden" in pipe.stages[0].source
     assert "forward(self, encoder_hidden: Tensor, decoder_hidden: Tensor) -> Tensor:" in pipe.stages[1].source
+
+
+def test_a_cut_within_a_module_gives_values_the_names_that_they_have_there() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.gate = nn.LayerNorm(8), nn.Linear(8, 8)
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            residual = hidden
+            hidden = self.norm(hidden)
+            gate = self.gate(hidden)
+            hidden = torch.tanh(self.up(hidden))
+            hidden = self.down(hidden)
+            hidden = residual + hidden * gate
+            return hidden
+
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = torch.tanh(x)
+            for block in self.blocks:
+                hidden = block(hidden)
+            return hidden.square().mean()
+
+    within = Constraints(stage_of={"blocks.1.gate": 0, "blocks.1.up": 0, "blocks.1.down": 1})
+    pipe = split(Blocks(), torch.randn(4, 8), cluster=2, costs="analytic", constraints=within)
+    first, second = [re.sub(r"  #.*", "", program.source) for program in pipe.stages]
+    assert (
+        """
+        residual = self.blocks[0](hidden)
+        gate, hidden = self.blocks[1](residual)
+        return residual, gate, hidden
+"""
+        in first
+    )
+    assert (
+        """
+    def forward(self, hidden: Tensor, gate: Tensor, residual: Tensor) -> Tensor:
+        hidden = self.blocks["1"](residual, hidden, gate)
+        hidden = self.blocks["2"](hidden)
+"""
+        in second
+    )

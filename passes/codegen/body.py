@@ -188,6 +188,12 @@ class Body:
         names = line.assigned if line is not None else ()
         if left_otherwise(self.tree, result, self.scope.depth):
             return None
+        if (
+            isinstance(item, Scope)
+            and len(self.results(item)) > 1
+            and self.tree.returns_others(result, item.key)
+        ):
+            return None  # one of several that leave a cut module
         if len(names) > 1:
             return self._name_by_place(item)
         if line is not None and is_one_of_several(result, line, self.scope.depth):

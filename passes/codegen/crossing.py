@@ -1,11 +1,15 @@
 """Names the values that cross between stages.
 
-A value has the name that the author or its reader gives it. Where another value has that name too, one that
-the author puts into a list is called after the list, and those that unlike modules make after the modules:
+A value has the name that the author or its reader gives it. Where another value has that name too, one in the
+middle of a module is called as the author does there, one that is kept under a second name has that, one that
+is put into a list is called after the list, and those that unlike modules make are called after the modules:
 
 x = self.block(x)                            encoder: hidden = self.layer(hidden)
 skips.append(x)       x, x_2 -> skip, x      decoder: hidden = self.layer(hidden)
 x = self.pool(x)                             hidden, hidden_2 -> encoder_hidden, decoder_hidden
+
+residual = x                                 x = self.attention(x)     in it: scores = q @ k.mT
+x = self.norm(x)      x, x_2 -> residual, x                            x, x_2 -> x, scores
 """
 
 from __future__ import annotations
@@ -20,9 +24,10 @@ from pd2bw_fx.names import free_name
 
 from .cut import Cut
 from .literals import identifier
-from .naming import argument_name
+from .naming import argument_name, depth_within, name_within, result_name
 from .put_away import name_in_list
 from .scopes import Line, line_at, module_calls
+from .second_names import second_name
 from .stage_tree import StageTree
 
 _WORD = re.compile(r"[A-Za-z_]+")  # a module that is one of several alike has a number
@@ -45,8 +50,11 @@ def names_of_what_crosses(cuts: Sequence[Cut], trees: Sequence[StageTree]) -> di
             wanted[node] = identifier(name)
     fixed = {node for stage in cuts for node in stage.outputs if node.name in stage.model_outputs}
     several = {node for nodes in _of_one_name(wanted, beside, fixed).values() for node in nodes}
-    for stage in cuts:
-        wanted |= _after_lists(stage, wanted, several, fixed)
+    for stage, tree in zip(cuts, trees, strict=True):
+        wanted |= _after_lists(stage, tree, wanted, several, fixed)
+    for stage, tree in zip(cuts, trees, strict=True):
+        wanted |= _where_they_are_made(stage, tree, _of_one_name(wanted, beside, fixed))
+        wanted |= _by_second_names(stage, tree, _of_one_name(wanted, beside, fixed))
     wanted |= _after_modules(_of_one_name(wanted, beside, fixed))
     return _numbered(cuts, trees, wanted, beside)
 
@@ -63,30 +71,60 @@ def _of_one_name(
 
 
 def _after_lists(
-    stage: Cut, wanted: Mapping[fx.Node, str], several: Set[fx.Node], fixed: Set[fx.Node]
+    stage: Cut,
+    tree: StageTree,
+    wanted: Mapping[fx.Node, str],
+    several: Set[fx.Node],
+    fixed: Set[fx.Node],
 ) -> dict[fx.Node, str]:
     """Renames values in lists whose name another value has too: beside them, or later in the stage."""
     found: dict[fx.Node, str] = {}
     for place, node in enumerate(stage.nodes):
         if node not in wanted or node in fixed:
             continue
-        listed = _name_in_list(node, wanted[node])
+        made = _line_of(tree, node, wanted[node])
+        listed = None if made is None else name_in_list(made, wanted[node])
         if listed is None:
             continue
-        later = (_line_of(other, wanted[node]) for other in stage.nodes[place + 1 :])
+        later = (_line_of(tree, other, wanted[node]) for other in stage.nodes[place + 1 :])
         if node in several or any(line is not None for line in later):
             found[node] = listed
     return found
 
 
-def _name_in_list(node: fx.Node, name: str) -> str | None:
-    line = _line_of(node, name)
-    return None if line is None else name_in_list(line, name)
+def _where_they_are_made(
+    stage: Cut, tree: StageTree, several: Mapping[str, Sequence[fx.Node]]
+) -> dict[fx.Node, str]:
+    """Renames what a call makes and does not return."""
+    renamed = {node for nodes in several.values() for node in nodes}
+    found: dict[fx.Node, str] = {}
+    for node in stage.nodes:
+        if node in renamed and (depth := depth_within(tree, node)) > 0:
+            found[node] = identifier(name_within(tree, node, depth) or result_name(node, node))
+    return found
 
 
-def _line_of(node: fx.Node, name: str) -> Line | None:
+def _by_second_names(
+    stage: Cut, tree: StageTree, several: Mapping[str, Sequence[fx.Node]]
+) -> dict[fx.Node, str]:
+    """Renames values whose name the author gives to a later value of the stage; the last keeps its own."""
+    found: dict[fx.Node, str] = {}
+    for name, nodes in several.items():
+        lines = {node: line for node in stage.nodes if (line := _line_of(tree, node, name)) is not None}
+        order = list(lines)
+        own = [node for node in order if node in nodes]
+        for node in own[:-1] or own:
+            later = (lines[other] for other in order[order.index(node) + 1 :])
+            names = (second_name(line, name, lines[node]) for line in later)
+            if (second := next(filter(None, names), None)) is not None:
+                found[node] = second.name
+    return found
+
+
+def _line_of(tree: StageTree, node: fx.Node, name: str) -> Line | None:
     """Returns the outermost line that assigns this name alone, where the value was made."""
-    lines = (line_at(node, depth) for depth in range(len(module_calls(node)) + 1))
+    depths = range(depth_within(tree, node), len(module_calls(node)) + 1)
+    lines = (line_at(node, depth) for depth in depths)
     return next((line for line in lines if line is not None and line.assigned == (name,)), None)
 
 

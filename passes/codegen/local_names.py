@@ -48,8 +48,17 @@ class LocalNames:
         return tree.port_names.get(node.name) if self._body.scope is tree.root else None
 
     def of_argument(self, node: fx.Node) -> str:
-        own = self.port_name(node) or argument_name(self._body.tree, self._body.scope, node)
-        return self.free(own, -1)
+        return self.free(self.port_name(node) or self._argument_name(node), -1)
+
+    def _argument_name(self, node: fx.Node) -> str:
+        """Returns what the author calls it; of two values with one name, what the stages call it."""
+        tree, scope = self._body.tree, self._body.scope
+        own = argument_name(tree, scope, node)
+        if node.name not in tree.port_names:
+            return own
+        others = (other for other in self._body.reads if other is not node)
+        is_one_of_two = any(argument_name(tree, scope, other) == own for other in others)
+        return tree.port_names[node.name] if is_one_of_two else own
 
     def of_result(self, index: int, item: fx.Node | Scope, result: fx.Node) -> str:
         """Returns a name that is free at the item's place: the author's, if that is free."""

@@ -188,6 +188,12 @@ def _name_by_place(node: fx.Node, line: Line | None, depth: int) -> str | None:
     return name if name != "_" else None
 
 
+def depth_within(tree: StageTree, node: fx.Node) -> int:
+    """Returns the depth of the outermost body that has a value itself, not as a part of an inner call."""
+    depths = enumerate(module_calls(node), 1)
+    return max((depth for depth, (key, *_) in depths if tree.returns_others(node, key)), default=0)
+
+
 def left_otherwise(tree: StageTree, node: fx.Node, depth: int) -> bool:
     """Whether `x = self.block(x)` gives x another value, and a hook took this one out of the block."""
     calls = module_calls(node)

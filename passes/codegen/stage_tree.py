@@ -211,9 +211,12 @@ class StageTree:
 
     def leaves_otherwise(self, node: fx.Node, key: str) -> bool:
         """Whether a hook takes this value out of the call of this key, which returns other values."""
-        if key not in self._returning or key in node.meta.get(RETURNED_AT, {}):
-            return False
-        return any(all(key != inside for inside, *_ in module_calls(user)) for user in node.users)
+        is_used_outside = any(all(key != inside for inside, *_ in module_calls(u)) for u in node.users)
+        return is_used_outside and self.returns_others(node, key)
+
+    def returns_others(self, node: fx.Node, key: str) -> bool:
+        """Whether the call of this key, in which a value is made, returns other values."""
+        return key in self._returning and key not in node.meta.get(RETURNED_AT, {})
 
     def parameter(self, scope: Scope, node: fx.Node) -> str | None:
         """Returns the name under which a parameter is within reach of a call, or None."""
