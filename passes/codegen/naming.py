@@ -26,7 +26,7 @@ _RESULT_NAMES = {
     "addmm": "projected", "linear": "projected", "layer_norm": "normed", "batch_norm": "normed",
     "dropout": "dropped", "alpha_dropout": "dropped", "feature_dropout": "dropped",
     "view": "viewed", "reshape": "viewed", "transpose": "turned", "permute": "turned",
-    "numpy_T": "turned", "mT": "turned", "sym_size": "size",
+    "numpy_T": "turned", "mT": "turned", "t": "turned", "sym_size": "size",
     "embedding": "embedded", "scaled_dot_product_attention": "attended",
     "cross_entropy_loss": "cross_entropy", "to": "cast", "mean": "mean", "cat": "joined",
     "unsqueeze": "widened", "expand": "expanded",
