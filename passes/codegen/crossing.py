@@ -24,7 +24,7 @@ from pd2bw_fx.names import free_name
 
 from .cut import Cut
 from .literals import identifier
-from .naming import argument_name, depth_within, name_within, result_name
+from .naming import argument_name, depth_within, name_where_made, result_name
 from .put_away import name_in_list
 from .scopes import Line, line_at, module_calls
 from .second_names import second_name
@@ -100,7 +100,7 @@ def _where_they_are_made(
     found: dict[fx.Node, str] = {}
     for node in stage.nodes:
         if node in renamed and (depth := depth_within(tree, node)) > 0:
-            found[node] = identifier(name_within(tree, node, depth) or result_name(node, node))
+            found[node] = identifier(name_where_made(tree, node, depth) or result_name(node, node))
     return found
 
 
@@ -110,22 +110,26 @@ def _by_second_names(
     """Renames values whose name the author gives to a later value of the stage; the last keeps its own."""
     found: dict[fx.Node, str] = {}
     for name, nodes in several.items():
-        lines = {node: line for node in stage.nodes if (line := _line_of(tree, node, name)) is not None}
-        order = list(lines)
-        own = [node for node in order if node in nodes]
+        own = [node for node in stage.nodes if node in nodes]
         for node in own[:-1] or own:
-            later = (lines[other] for other in order[order.index(node) + 1 :])
-            names = (second_name(line, name, lines[node]) for line in later)
+            made = _line_of(tree, node, name)
+            later = stage.nodes[stage.nodes.index(node) + 1 :]
+            lines = (line for other in later for line in _lines_of(other, name))
+            names = (second_name(line, name, made) for line in lines if made is not None)
             if (second := next(filter(None, names), None)) is not None:
                 found[node] = second.name
     return found
 
 
 def _line_of(tree: StageTree, node: fx.Node, name: str) -> Line | None:
-    """Returns the outermost line that assigns this name alone, where the value was made."""
-    depths = range(depth_within(tree, node), len(module_calls(node)) + 1)
-    lines = (line_at(node, depth) for depth in depths)
-    return next((line for line in lines if line is not None and line.assigned == (name,)), None)
+    """Returns the outermost line that gives this name to this value alone."""
+    return next(iter(_lines_of(node, name, depth_within(tree, node))), None)
+
+
+def _lines_of(node: fx.Node, name: str, depth: int = 0) -> list[Line]:
+    """Returns the lines that assign this name alone and are being run where a value is made, outer first."""
+    lines = (line_at(node, inner) for inner in range(depth, len(module_calls(node)) + 1))
+    return [line for line in lines if line is not None and line.assigned == (name,)]
 
 
 def _after_modules(several: Mapping[str, Sequence[fx.Node]]) -> dict[fx.Node, str]:

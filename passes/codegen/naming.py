@@ -240,19 +240,24 @@ def argument_name(tree: StageTree, scope: Scope, node: fx.Node) -> str:
     if node.op == "placeholder":
         return identifier(node.name)
     depth = scope.depth if inside or scope.function is not None else max(scope.depth - 1, 0)
-    named = state_name(tree, node) or name_within(tree, node, depth)
-    if named is not None:
+    if (named := name_where_made(tree, node, depth)) is not None:
         return named
-    line = line_at(node, len(module_calls(node)))  # its own line: further out, other things are taken apart
-    names = line.assigned if line is not None else ()
-    if len(names) > 1 and getattr(node.target, "__name__", "") == "getitem":
-        place: Any = node.args[1]
-        if isinstance(place, int) and place < len(names) and names[place] != "_":
-            return names[place]
     if _is_link(node):
         return "hidden"
     source = hands_on(node)
     return result_name(node, node) if source is None else argument_name(tree, scope, source)
+
+
+def name_where_made(tree: StageTree, node: fx.Node, depth: int) -> str | None:
+    """Returns the author's name for a value in a body at this depth or below."""
+    named = state_name(tree, node) or name_within(tree, node, depth)
+    if named is not None or not _is_operator(node, "getitem"):
+        return named
+    line = line_at(node, len(module_calls(node)))  # its own line: further out, other things are taken apart
+    names = line.assigned if line is not None else ()
+    place: Any = node.args[1]
+    is_one = isinstance(place, int) and place < len(names) > 1 and names[place] != "_"
+    return names[place] if is_one else None
 
 
 def _is_link(node: fx.Node) -> bool:
