@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import math
 import re
 import types
@@ -94,8 +95,9 @@ def allowed_builtins() -> dict[str, object]:
     return {name: getattr(builtins, name) for name in (*_BUILTINS, "__build_class__", "__import__")}
 
 
+@functools.lru_cache(maxsize=8)  # split checks what it writes, and what it builds of that again
 def check_source(source: str, where: str) -> ast.Module:
-    """Returns the parsed source, if it is a stage's and nothing more.
+    """Returns the parsed source, if it is a stage's and nothing more; nobody may change what is returned.
 
     Raises PlanMismatchError naming `where`, the line and what is not allowed there.
     """
