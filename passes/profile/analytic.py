@@ -115,7 +115,6 @@ class Estimator:
         self._mode = None if on_values else FakeTensorMode(allow_non_fake_inputs=True)
         self._stack = ExitStack()
         self._work: dict[Hashable, tuple[Work | None, Work | None]] = {}
-        self._is_done = False
 
     def __enter__(self) -> Estimator:
         if self._mode is not None:
@@ -140,13 +139,16 @@ class Estimator:
         return made.requires_grad_(tensor.requires_grad)
 
     def expect(self, keys: Collection[Hashable]) -> None:
-        """Does nothing: each call is run once, whatever the keys are."""
+        """Does nothing: each call has been run, and that is enough."""
 
     def wants_more(self) -> bool:
-        return not self._is_done
+        return False
+
+    def run(self, key: Hashable, call: Call) -> Any:
+        return call.run()
 
     def end_pass(self) -> None:
-        self._is_done = True
+        """Does nothing."""
 
     def timed(self, key: Hashable, cost: OperatorCost) -> OperatorCost:
         forward, backward = self._work[key]
@@ -158,7 +160,7 @@ class Estimator:
             backward_work=backward,
         )
 
-    def run(self, key: Hashable, call: Call) -> Any:
+    def first(self, key: Hashable, call: Call) -> Any:
         if key in self._work:
             return call.run()
         with _FlopCounter() as counter:
@@ -169,7 +171,8 @@ class Estimator:
             # Bags have nothing to count, and torch's kernel for tensors without values fails for sparse ones.
             if wanted and call.name not in ("embedding_bag", "EmbeddingBag"):
                 seeds = [torch.ones_like(output) for output in outputs]
-                gradients(outputs, wanted, seeds)
+                # The walk knows what a call saves by its address, which must not be taken again.
+                gradients(outputs, wanted, seeds, retain_graph=True)
         made = [value for value in _flat(result) if isinstance(value, Tensor)]
         if call.name == "getitem" and made and all(any(m is o for o in call.operands) for m in made):
             self._work[key] = None, None  # an element of a tuple costs nothing

@@ -23,14 +23,18 @@ def _has_derivative(value: Tensor) -> bool:
 
 
 def gradients(
-    outputs: Sequence[Tensor], wanted: Sequence[Tensor], seeds: Sequence[Tensor]
+    outputs: Sequence[Tensor],
+    wanted: Sequence[Tensor],
+    seeds: Sequence[Tensor],
+    *,
+    retain_graph: bool = False,
 ) -> Sequence[Tensor | None]:
     """Returns what `torch.autograd.grad` does, or None for all if torch has no derivative.
 
     It may only say so then; the results may be meant to be read as numbers, or for their size.
     """
     try:
-        return torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
+        return torch.autograd.grad(outputs, wanted, seeds, retain_graph=retain_graph, allow_unused=True)
     except NotImplementedError:
         return [None] * len(wanted)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -56,11 +56,14 @@ class Meter(Protocol):
     def convert(self, tensor: Tensor) -> Tensor:
         """Returns the tensor as this meter runs it: on its device, or without values."""
 
+    def first(self, key: Hashable, call: Call) -> Any:
+        """Runs the call for the first time, in which its bytes are counted, and returns its result."""
+
     def expect(self, keys: Collection[Hashable]) -> None:
-        """Takes the keys that calls will have; called once, before any of them is run."""
+        """Takes the keys that calls have; called once, after each has been run for the first time."""
 
     def wants_more(self) -> bool:
-        """Returns whether to go through the program once more; called before each pass."""
+        """Returns whether to go through the program once more; called before each such pass."""
 
     def run(self, key: Hashable, call: Call) -> Any:
         """Runs the call, and returns its result, for the operands of later ones."""
@@ -159,12 +162,14 @@ class Walk(ProgramInterpreter):
 
     def _count(self, node: fx.Node, call: Call) -> Any:
         """Counts the bytes that one call returns, saves for its backward, and needs as workspace."""
-        with (
-            torch.enable_grad(),
-            region(node, self._device_type),
-            _SavedStorages(self._saved, self._storages, self._inputs) as saved,
-        ):
-            result = call.run()
+        saved = _SavedStorages(self._saved, self._storages, self._inputs)
+
+        def run() -> Any:
+            with saved:
+                return call.run()
+
+        with torch.enable_grad(), region(node, self._device_type):
+            result = self._meter.first(self._keys[node.name], replace(call, run=run))
         self._alive.append(result)
         if self._graph.operators[node.name].is_replicable:
             self._keep_as_input(node, result)
