@@ -1,4 +1,4 @@
-"""Torch still says what decides how a trace goes on (`passes/trace/torch_messages.py`), or an evaluation."""
+"""Torch still says what decides how a trace goes on (`passes/trace/torch_messages.py`), and notes the same."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributions import Dirichlet
 from torch.export import Dim
 
+from pd2bw_fx.passes.trace.patches.less_work import do_less_work
 from pd2bw_fx.passes.trace.torch_messages import (
     BATCH_NAME,
     BATCH_VIOLATED,
@@ -101,3 +102,22 @@ def test_a_rule_in_place_of_torchs_own_is_warned_of() -> None:
         library._destroy()
 
     assert sum(str(warning.message).startswith(RULE_REPLACED) for warning in caught) == 2
+
+
+def test_with_less_work_torch_notes_the_same_of_each_operator() -> None:
+    class Pairs(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            pairs = x.reshape(-1, 2, x.shape[1])
+            return torch.cat([pairs, pairs.flip(1)]).sum()
+
+    def noted() -> list[tuple[str, str, str]]:
+        batch = {0: 2 * Dim("half")}
+        exported = torch.export.export(Pairs(), (torch.randn(6, 4),), strict=False, dynamic_shapes=(batch,))
+        nodes = [node for node in exported.graph.nodes if node.op == "call_function"]
+        return [(node.name, node.meta["stack_trace"], str(node.meta["val"])) for node in nodes]
+
+    with do_less_work():
+        found = noted()
+
+    assert found == noted()
+    assert any("pairs.flip(1)" in trace for _, trace, _ in found)

@@ -41,6 +41,7 @@ from .patches.compiling import answer_is_compiling, is_raised_by_the_model
 from .patches.conditions import UnseenChoiceError, intercept_boolean_items
 from .patches.derivatives import DerivativeError
 from .patches.detached_data import DataIsDetached
+from .patches.less_work import do_less_work
 from .patches.parameters_elsewhere import ParametersReadInstead, in_their_modules
 from .patches.saved_values import find_saved_values
 from .patches.size_answers import SizeAnswers, largest_batch_answered_alike
@@ -274,7 +275,7 @@ def _retrying_with_saved_values(
 
 def _export_once(program: Program, tensors: tuple[torch.Tensor, ...], shapes: Any) -> ExportedProgram:
     program.answers = SizeAnswers()
-    with while_tracing(program):
+    with do_less_work(), while_tracing(program):
         exported = torch.export.export(program, tensors, strict=False, dynamic_shapes=shapes)
         write_out_vmap(exported.graph_module)
     return exported
