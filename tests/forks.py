@@ -36,12 +36,12 @@ class Fork:
         folder: Path | None = None,
     ) -> None:
         """`words` are the program's sys.argv, its path first; `main`, if given, runs instead of that file."""
-        self._words = list(words)
+        self.words = list(words)
         self._folder = tempfile.TemporaryDirectory()
         self._files = [Path(self._folder.name) / name for name in ("stdout", "stderr")]
         _CONTEXT.set_forkserver_preload(IMPORTED)
         self._process = _CONTEXT.Process(
-            target=_run, args=(self._words, main or _run_file, dict(environment), folder, self._files)
+            target=_run, args=(self.words, main or _run_file, dict(environment), folder, self._files)
         )
         self._process.start()
 
@@ -57,7 +57,7 @@ class Fork:
     def wait(self, timeout: float | None = None) -> None:
         self._process.join(timeout)
         if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired(self._words, timeout or 0.0)
+            raise subprocess.TimeoutExpired(self.words, timeout or 0.0)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         self.wait(timeout)

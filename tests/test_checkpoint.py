@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from safetensors.torch import load_file
 import pd2bw_fx
 from pd2bw_fx.models.gpt import GPT, GPTConfig
 from pd2bw_fx.runtime.checkpoint import Checkpoint, _publish
-from tests.torchrun import PROGRAMS, at_once, free_port, torchrun, torchrun_of_forks
+from tests.torchrun import TIMEOUT_S, free_port, start_forks, torchrun_of_forks
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +50,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     folder.mkdir(exist_ok=True)
     arguments = [pipeline, folder, checkpoints, num_updates, *kill_at]
-    if options:
-        finished = torchrun(int(pipeline.name), "resumes.py", *map(str, arguments), options=options)
-    else:
-        finished = torchrun_of_forks(int(pipeline.name), "resumes.py", *map(str, arguments))
+    finished = torchrun_of_forks(int(pipeline.name), "resumes.py", *map(str, arguments), options=options)
     assert finished.returncode == 0 or kill_at, finished.stderr
     return finished
 
@@ -106,13 +102,26 @@ def test_a_checkpoint_of_three_stages_resumes_on_one(pipelines: Path, tmp_path: 
 
 
 def test_two_nodes_meet_and_train_as_one_does(pipelines: Path, whole: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
-    arguments = [pipelines / "2", tmp_path, tmp_path / "saved", 3]
-    program = [str(PROGRAMS / "resumes.py"), *map(str, arguments)]
+    meeting = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    arguments = [pipelines / "2", tmp_path, tmp_path / "saved", "3"]
 
-    for node in at_once([[*command, "--local-addr", f"127.0.0.{k}", *program] for k in (1, 2)]):
-        assert node.returncode == 0, node.stdout
+    nodes = [
+        start_forks(
+            1,
+            "resumes.py",
+            *arguments,
+            options=[*meeting, "--local-addr", f"127.0.0.{k}"],
+            GLOO_SOCKET_IFNAME="lo",
+        )
+        for k in (1, 2)
+    ]
+    try:
+        for node in nodes:
+            _, stderr = node.communicate(TIMEOUT_S)
+            assert node.returncode == 0, stderr
+    finally:
+        for node in nodes:
+            node.terminate()
     assert losses(tmp_path) == losses(whole)[:3]
 
 

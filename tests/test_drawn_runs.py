@@ -4,58 +4,46 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tests.torchrun import PROGRAMS
+from tests.torchrun import start_forks
 
 RANKS = 4
 
 
 class World:
-    """Four ranks that train what they are told until their input ends."""
+    """Four ranks that train what they are told."""
 
-    def __init__(self) -> None:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
-        path = os.pathsep.join([str(PROGRAMS.parents[1]), os.environ.get("PYTHONPATH", "")])
-        self._process = subprocess.Popen(
-            [*command, str(PROGRAMS / "drawn_runs.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-            text=True,
-        )
+    def __init__(self, asked: TextIO, answered: TextIO) -> None:
+        self._asked, self._answered = asked, answered
 
     def run(self, drawn: dict[str, Any]) -> dict[str, float]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(drawn) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
+        self._asked.write(json.dumps(drawn) + "\n")
+        self._asked.flush()
+        answer = self._answered.readline()
         assert answer, f"the ranks ended in {drawn}"
         found: dict[str, float] = json.loads(answer)
         return found
 
-    def end(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(timeout=20)
-        finally:
-            self._process.kill()
-
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    world = World()
-    yield world
-    world.end()
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """The ranks end when nobody can ask them any more."""
+    pipes = [tmp_path_factory.mktemp("world") / name for name in ("asked", "answered")]
+    for pipe in pipes:
+        os.mkfifo(pipe)
+    ranks = start_forks(RANKS, "drawn_runs.py", *pipes)
+    try:
+        with pipes[0].open("w") as asked, pipes[1].open() as answered:  # as rank 0 opens them
+            yield World(asked, answered)
+        ranks.wait(timeout=20)
+    finally:
+        ranks.kill()
 
 
 @st.composite

@@ -195,7 +195,7 @@ def test_a_loss_that_waits_for_the_ranks_own_backwards_is_refused_until_they_are
 
 
 def test_the_example_script_trains_under_torchrun() -> None:
-    finished = torchrun(2, "../../examples/train_gpt.py", "--updates", "21")
+    finished = torchrun_of_forks(2, "../../examples/train_gpt.py", "--updates", "21")
 
     assert finished.returncode == 0, finished.stderr
     losses = [float(line.split()[-1]) for line in finished.stdout.splitlines() if "update" in line]

@@ -40,19 +40,36 @@ def torchrun(
 
 
 def torchrun_of_forks(
-    num_processes: int, program: str | Path, *arguments: str | Path, folder: Path | None = None, **more: str
+    num_processes: int,
+    program: str | Path,
+    *arguments: str | Path,
+    options: Sequence[str] = (),
+    folder: Path | None = None,
+    **more: str,
 ) -> subprocess.CompletedProcess[str]:
     """Runs torchrun with ranks that are forked with torch imported, for tests of what ranks compute."""
-    words = ["torchrun", "--nproc-per-node", str(num_processes), "--start-method", "fork", "--run-path"]
-    words += [str(PROGRAMS / program), *map(str, arguments)]
-    process = Fork(words, _torchrun, environment(**more), folder)
+    process = start_forks(num_processes, program, *arguments, options=options, folder=folder, **more)
     try:
         stdout, stderr = process.communicate(TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.terminate()  # torchrun ends its ranks
         process.communicate()
         raise
-    return subprocess.CompletedProcess(words, process.returncode, stdout, stderr)
+    return subprocess.CompletedProcess(process.words, process.returncode, stdout, stderr)
+
+
+def start_forks(
+    num_processes: int,
+    program: str | Path,
+    *arguments: str | Path,
+    options: Sequence[str] = (),
+    folder: Path | None = None,
+    **more: str,
+) -> Fork:
+    """Starts what `torchrun_of_forks` waits for."""
+    words = ["torchrun", "--nproc-per-node", str(num_processes), "--start-method", "fork", *options]
+    words += ["--run-path", str(PROGRAMS / program), *map(str, arguments)]
+    return Fork(words, _torchrun, environment(**more), folder)
 
 
 def at_once(

@@ -1,6 +1,8 @@
-"""Run by torchrun: trains runs that are described on its standard input, a line of JSON each.
+"""Run by torchrun: trains runs that are described in a file or pipe, a line of JSON each.
 
-    torchrun --nproc-per-node N drawn_runs.py     {"num_stages": 2, "replicas": 2, "method": "2bw", ..}
+    torchrun --nproc-per-node N drawn_runs.py ASKED ANSWERED
+
+    {"num_stages": 2, "replicas": 2, "method": "2bw", ..}
 
 Answers each with a line: the largest relative differences of losses and weights from the reference in one
 process.
@@ -8,6 +10,7 @@ process.
 
 import json
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -49,14 +52,20 @@ class Drawn(nn.Module):
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    while True:
-        told: list[Any] = [sys.stdin.readline() if dist.get_rank() == 0 else ""]
-        dist.broadcast_object_list(told, src=0)
-        if not told[0]:
-            break
-        answer = run(json.loads(told[0]))
+    with ExitStack() as files:
         if dist.get_rank() == 0:
-            print(json.dumps(answer), flush=True)
+            asked, answered = (
+                files.enter_context(open(sys.argv[1])),
+                files.enter_context(open(sys.argv[2], "w")),
+            )
+        while True:
+            told: list[Any] = [asked.readline() if dist.get_rank() == 0 else ""]
+            dist.broadcast_object_list(told, src=0)
+            if not told[0]:
+                break
+            answer = run(json.loads(told[0]))
+            if dist.get_rank() == 0:
+                print(json.dumps(answer), file=answered, flush=True)
     dist.destroy_process_group()
 
 
