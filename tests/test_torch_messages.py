@@ -1,4 +1,4 @@
-"""Torch still says what decides how a trace goes on (`passes/trace/torch_messages.py`), and notes the same."""
+"""Torch still says, and notes, what decides how a trace goes on (`passes/trace/torch_messages.py`)."""
 
 from __future__ import annotations
 
