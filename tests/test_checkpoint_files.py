@@ -41,10 +41,15 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.01)
 
 
+@functools.cache
+def pipe() -> pd2bw_fx.Pipeline:
+    torch.manual_seed(0)
+    return pd2bw_fx.split(Rooting(), torch.randn(2, 4), cluster=1, costs="analytic", method="1f1b")
+
+
 def engine(optimizer: Any = adam, **options: Any) -> pd2bw_fx.Engine:
     torch.manual_seed(0)
-    pipe = pd2bw_fx.split(Rooting(), torch.randn(2, 4), cluster=1, costs="analytic", method="1f1b")
-    return pipe.engine(optimizer=optimizer, microbatches_per_update=2, **options)
+    return pipe().engine(optimizer=optimizer, microbatches_per_update=2, **options)
 
 
 @pytest.fixture

@@ -65,9 +65,16 @@ def model() -> nn.Module:
     return build("mlp").double()
 
 
+@pytest.fixture(scope="module")
+def traced() -> pd2bw_fx.Pipeline:
+    torch.manual_seed(0)
+    return pd2bw_fx.split(build("mlp").double(), cluster=1, costs="analytic", check=False)
+
+
 @pytest.fixture
-def pipe(model: nn.Module) -> pd2bw_fx.Pipeline:
-    return pd2bw_fx.split(model, cluster=2, microbatches_per_update=2, costs="analytic", check=False)
+def pipe(traced: pd2bw_fx.Pipeline) -> pd2bw_fx.Pipeline:
+    """Returns a pipeline with the weights of `model`."""
+    return pd2bw_fx.split(traced, cluster=2, microbatches_per_update=2, check=False)
 
 
 def workers() -> list[int]:

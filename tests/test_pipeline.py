@@ -17,11 +17,16 @@ from pd2bw_fx.models.gpt import GPT, GPTConfig
 SHARED = ("tokens.weight", "head.weight")
 
 
-@pytest.fixture
-def pipe() -> pd2bw_fx.Pipeline:
+@pytest.fixture(scope="module")
+def traced() -> pd2bw_fx.Pipeline:
     torch.manual_seed(0)
     model = GPT.from_config(GPTConfig(num_layers=2, width=16, num_heads=2, sequence_length=8))
-    return pd2bw_fx.split(model, model.example_inputs(), cluster=2, costs="analytic", check=False)
+    return pd2bw_fx.split(model, model.example_inputs(), cluster=1, costs="analytic", check=False)
+
+
+@pytest.fixture
+def pipe(traced: pd2bw_fx.Pipeline) -> pd2bw_fx.Pipeline:
+    return pd2bw_fx.split(traced, cluster=2, check=False)
 
 
 def test_weights_take_the_models_type_and_go_to_all_their_names(pipe: pd2bw_fx.Pipeline) -> None:
