@@ -158,7 +158,9 @@ def test_classes_that_differ_in_more_than_a_few_numbers_stay_apart() -> None:
     assert "nn.Linear(22, 2)" in source
 
 
-@pytest.mark.parametrize(("name", "classes"), [("hf-resnet", 2), ("hf-swin", 1), ("resnet", 2)])
+@pytest.mark.parametrize(
+    ("name", "classes"), [("hf-resnet", 2), ("resnet", 2), pytest.param("hf-swin", 1, marks=pytest.mark.slow)]
+)
 def test_known_models_repeat_no_class_for_its_sizes(name: str, classes: int, tmp_path: Path) -> None:
     """Layers with and without an activation, blocks with and without a projection: two classes each."""
     model, inputs = built({case.name: case for case in CASES}[name])

@@ -18,6 +18,7 @@ from pd2bw_fx.models.bert import Bert, BertConfig
 from pd2bw_fx.models.gpt import GPT, GPTConfig
 from pd2bw_fx.passes.codegen import generate
 from pd2bw_fx.units import format_bytes, format_seconds
+from tests.slow import slow
 from tests.stages import ROOT, by_hand, case_of, of_our_own, planned
 
 
@@ -66,7 +67,7 @@ class TestFiles:
 
         assert len(digests) == 3
 
-    @pytest.mark.parametrize("family", ["gpt", "bert"])
+    @pytest.mark.parametrize("family", ["gpt", *slow(["bert"])])
     def test_the_source_is_as_long_for_many_equal_layers_as_for_few(self, family: str) -> None:
         def lines(num_layers: int) -> int:
             small = {"num_layers": num_layers, "width": 16, "sequence_length": 8}
