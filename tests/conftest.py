@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     They take longest, so that both workers then end at about the same time, and wait for a good part of it,
     in which the other worker can compute.
     """
-    starting = {"torchrun", "torchrun_of_forks"}
+    starting = {"torchrun", "torchrun_of_forks", "start_forks"}
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.path, []).append(item)

@@ -38,6 +38,11 @@ def edited(plan: Plan, *stages: tuple[int, ...], **changes: Any) -> Plan:
 
 
 @pytest.fixture(scope="module")
+def traced() -> pd2bw_fx.Pipeline:
+    return pd2bw_fx.split(build("mlp"), cluster=1, costs="analytic", check=False)
+
+
+@pytest.fixture(scope="module")
 def plan() -> Plan:
     return partition(PROBLEM, CLUSTER)
 
@@ -121,9 +126,8 @@ def test_recomputation_switched_off_by_hand_has_no_proof() -> None:
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "inference"])
-def test_every_method_s_own_plan_is_priced_as_it_was(method: str) -> None:
-    model = build("mlp")
-    pipe = pd2bw_fx.split(model, cluster=2, method=method, costs="analytic", check=False)
+def test_every_method_s_own_plan_is_priced_as_it_was(method: str, traced: pd2bw_fx.Pipeline) -> None:
+    pipe = pd2bw_fx.split(traced, cluster=2, method=method, check=False)
 
     again = pipe.check_plan(Plan.loads(pipe.plan.dumps()))
 
@@ -131,8 +135,8 @@ def test_every_method_s_own_plan_is_priced_as_it_was(method: str) -> None:
     assert again.proof == pipe.plan.proof
 
 
-def test_what_a_method_keeps_is_not_the_file_s_to_say() -> None:
-    pipe = pd2bw_fx.split(build("mlp"), cluster=2, costs="analytic", check=False)
+def test_what_a_method_keeps_is_not_the_file_s_to_say(traced: pd2bw_fx.Pipeline) -> None:
+    pipe = pd2bw_fx.split(traced, cluster=2, check=False)
     data = json.loads(pipe.plan.dumps())
     for entry in data["stages"]:
         entry |= {"microbatches_in_flight": 1, "weight_versions": 1}
@@ -155,14 +159,13 @@ SAID_OTHERWISE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("said", SAID_OTHERWISE)
-def test_what_is_said_beside_a_plan_is_not_otherwise(said: dict[str, Any]) -> None:
-    model = build("mlp")
-    plan = pd2bw_fx.split(model, cluster=2, costs="analytic", check=False).plan
+def test_what_is_said_beside_a_plan_is_not_otherwise(said: dict[str, Any], traced: pd2bw_fx.Pipeline) -> None:
+    plan = pd2bw_fx.split(traced, cluster=2, check=False).plan
     same = {"method": "2bw", "num_stages": 2, "microbatches_per_update": 4, "replicas": 1}
 
-    assert pd2bw_fx.split(model, cluster=2, costs="analytic", check=False, plan=plan, **same).plan == plan
+    assert pd2bw_fx.split(traced, cluster=2, check=False, plan=plan, **same).plan == plan
     with pytest.raises(InputError, match=f"{next(iter(said))}=.* beside a plan that has"):
-        pd2bw_fx.split(model, cluster=3, plan=plan, **said)
+        pd2bw_fx.split(traced, cluster=3, plan=plan, **said)
 
 
 def test_a_saved_pipeline_checks_plans_with_what_it_was_asked_for(tmp_path: Path) -> None:
@@ -251,8 +254,8 @@ def test_schema_has_every_entry_of_a_written_plan(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("changed", [{"device": 2}, {"device_name": "cpu:2"}])
-def test_a_device_has_one_index_and_one_name(changed: dict[str, Any]) -> None:
-    pipe = pd2bw_fx.split(build("mlp"), cluster=3, num_stages=2, costs="analytic", check=False)
+def test_a_device_has_one_index_and_one_name(changed: dict[str, Any], traced: pd2bw_fx.Pipeline) -> None:
+    pipe = pd2bw_fx.split(traced, cluster=3, num_stages=2, check=False)
     data = json.loads(pipe.plan.dumps())
     data["stages"][0] |= changed
     with pytest.raises(
@@ -263,8 +266,10 @@ def test_a_device_has_one_index_and_one_name(changed: dict[str, Any]) -> None:
     assert pipe.check_plan(Plan.from_json(data)).stages[0].device == 2
 
 
-def test_a_plan_is_not_taken_to_a_cluster_that_lists_its_devices_in_another_order() -> None:
-    pipe = pd2bw_fx.split(build("mlp"), cluster=2, costs="analytic", check=False)
+def test_a_plan_is_not_taken_to_a_cluster_that_lists_its_devices_in_another_order(
+    traced: pd2bw_fx.Pipeline,
+) -> None:
+    pipe = pd2bw_fx.split(traced, cluster=2, check=False)
     with pytest.raises(PlanMismatchError, match="lists its devices in another order"):
         pd2bw_fx.split(pipe, cluster=pipe.cluster.only((1, 0)), plan=pipe.plan, check=False)
 
