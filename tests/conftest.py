@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from pd2bw_fx.models import build
 from pd2bw_fx.passes.schedule import METHODS
 from pd2bw_fx.runtime.nursery import kept_nursery
 from tests.programs.with_backend import choose
+from tests.torchrun import torchrun_of_forks
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -64,7 +65,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     They take longest, so that both workers then end at about the same time, and wait for a good part of it,
     in which the other worker can compute.
     """
-    starting = {"torchrun", "torchrun_of_forks", "start_forks"}
+    starting = {"torchrun", "torchrun_of_forks", "start_forks", "at_once"}
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.path, []).append(item)
@@ -84,6 +85,19 @@ def one_rank() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def ranks_are_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forks the ranks that `pd2bw-fx train` starts, for tests of what they do once they run."""
+
+    def start(num_processes: int, words: Sequence[str]) -> None:
+        program = Path(pd2bw_fx.__file__).with_name("__main__.py")
+        ended = torchrun_of_forks(num_processes, program, *words, folder=Path.cwd())
+        assert ended.returncode == 0, ended.stderr
+        print(ended.stdout, end="")
+
+    monkeypatch.setattr("pd2bw_fx.commands.work.training.start_processes", start)
 
 
 @pytest.fixture

@@ -58,6 +58,7 @@ class Own(nn.Module):
 """
 
 
+@pytest.mark.usefixtures("ranks_are_forks")
 def test_ranks_know_what_the_model_s_own_file_defines_and_take_its_chunks(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

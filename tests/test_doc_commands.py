@@ -32,6 +32,11 @@ SMALLER = {
     "compare gpt --cluster 2 --updates 20 --rounds 3": "compare mlp --cluster 2 --updates 2 --rounds 2 "
     "--methods gpipe",
     "compare gpt --cluster 4 --rounds 5": "compare mlp --cluster 4 --updates 1 --methods 2bw",
+    "compare gpt --cluster cluster.toml --simulate": "compare mlp --cluster cluster.toml --simulate",
+    "plan gpt --cluster cluster.toml": "plan mlp --cluster cluster.toml",
+    "simulate gpt": "simulate mlp",
+    "split gpt --cluster 2": "split mlp --cluster 2",
+    "train gpt --cluster 2 --updates 40 --trace": "train gpt_2 --updates 8 --trace",
     "--updates 300 --lr": "--updates 2 --lr",
     "--updates 40": "--updates 8",
     "--updates 1000": "--updates 2",
@@ -127,6 +132,7 @@ def told() -> list[tuple[str, list[tuple[str, ...]], list[tuple[str, ...]]]]:
 
 
 @pytest.mark.timeout(900)  # the how-to's commands took 235 s on two cores at a load of 12
+@pytest.mark.usefixtures("ranks_are_forks")
 @pytest.mark.parametrize("document", [document for document, _, rest in told() if rest])
 def test_the_commands_of_a_document_run(
     document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
