@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import pytest
@@ -14,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import pd2bw_fx
 from pd2bw_fx.device import Device
 from pd2bw_fx.errors import InputError
+from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.models import build
 from pd2bw_fx.models.gpt import GPT, GPTConfig
 from pd2bw_fx.passes.normalise import normalise
@@ -55,6 +58,19 @@ def saved_by_autograd(model: nn.Module, inputs: tuple[Tensor, ...]) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
+@functools.cache
+def of_our_own(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    model = build(name)
+    return model, model.example_inputs(batch_size=8)  # type: ignore[operator]
+
+
+@functools.cache
+def traced_once(name: str) -> tuple[OperatorGraph, Mapping[str, Tensor]]:
+    traced = trace(*of_our_own(name), {})
+    return normalise(traced), traced.examples
+
+
 @pytest.mark.parametrize(
     ("name", "method"),
     [
@@ -64,12 +80,10 @@ def saved_by_autograd(model: nn.Module, inputs: tuple[Tensor, ...]) -> int:
     ],
 )
 def test_saved_bytes_are_what_autograd_saves(name: str, method: str) -> None:
-    torch.manual_seed(0)
-    model = build(name)
-    inputs = model.example_inputs(batch_size=8)  # type: ignore[operator]
-    traced = trace(model, inputs, {})
+    model, inputs = of_our_own(name)
+    graph, examples = traced_once(name)
 
-    costs = profile(normalise(traced), traced.examples, device=CPU, method=method)  # type: ignore[arg-type]
+    costs = profile(graph, examples, device=CPU, method=method)  # type: ignore[arg-type]
 
     saved = sum(cost.saved_bytes for cost in costs.operators.values())
     assert saved == pytest.approx(saved_by_autograd(model, inputs), rel=0.03)
@@ -205,33 +219,37 @@ def test_workspace_holds_the_gradients_that_are_added_to_those_there_are() -> No
 
 
 def flops_of(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[float, float]:
+    traced = trace(model, inputs, {})
+    return flops(normalise(traced), traced.examples)
+
+
+def flops(graph: OperatorGraph, examples: Mapping[str, Tensor]) -> tuple[float, float]:
     """Forward and backward operations as the analytic costs have them: seconds at one operation a second."""
     counting = Device("counting", 2**33, flops_per_s=1.0, memory_bytes_per_s=1e30)
-    traced = trace(model, inputs, {})
-    costs = profile(normalise(traced), traced.examples, device=counting, method="analytic")
+    costs = profile(graph, examples, device=counting, method="analytic")
     launches_s = LAUNCH_S * len(costs.operators)
     return costs.forward_s - launches_s, costs.backward_s - launches_s
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt", "vgg", "resnet"])
 def test_analytic_costs_count_the_operations_that_torch_counts(name: str) -> None:
-    model = build(name)
-    inputs = model.example_inputs(batch_size=8)  # type: ignore[operator]
+    model, inputs = of_our_own(name)
     with FlopCounterMode(display=False) as counter:
         loss = model(*inputs)
         forward = counter.get_total_flops()
         loss.backward()
 
-    assert flops_of(model, inputs) == pytest.approx((forward, counter.get_total_flops() - forward), abs=0.01)
+    assert flops(*traced_once(name)) == pytest.approx(
+        (forward, counter.get_total_flops() - forward), abs=0.01
+    )
 
 
 def test_fused_attention_and_lstm_count_though_torch_has_no_formula_for_them() -> None:
-    bert, encdec = build("bert"), nn.LSTM(12, 20, batch_first=True)
-    inputs = bert.example_inputs(batch_size=8)  # type: ignore[operator]
+    (bert, inputs), encdec = of_our_own("bert"), nn.LSTM(12, 20, batch_first=True)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         bert(*inputs)
 
-    attention, _ = flops_of(bert, inputs)
+    attention, _ = flops(*traced_once("bert"))
     recurrent, _ = flops_of(encdec, (torch.randn(3, 7, 12),))
 
     assert attention == pytest.approx(counter.get_total_flops(), abs=0.01)
