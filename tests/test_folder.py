@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,13 @@ import pd2bw_fx
 from pd2bw_fx.models import build
 
 
-def test_a_folder_with_an_altered_stage(tmp_path: Path) -> None:
-    folder = tmp_path / "mlp"
-    pd2bw_fx.split(build("mlp"), cluster=2, costs="analytic").save(folder)
+@pytest.fixture
+def folder(mlp_folder: Path, tmp_path: Path) -> Path:
+    """Returns the folder of a pipeline, which may be changed."""
+    return shutil.copytree(mlp_folder, tmp_path / "mlp")
+
+
+def test_a_folder_with_an_altered_stage(folder: Path) -> None:
     source = (folder / "stage_0.py").read_text()
     (folder / "stage_0.py").write_text(source + "\n# edited\n")
 
@@ -39,9 +44,7 @@ def test_a_folder_with_an_altered_stage(tmp_path: Path) -> None:
         ("costs", "{", ""),
     ],
 )
-def test_a_folder_edited_so_that_it_cannot_be_read(tmp_path: Path, name: str, was: str, edit: str) -> None:
-    folder = tmp_path / "mlp"
-    pd2bw_fx.split(build("mlp"), cluster=2, costs="analytic").save(folder)
+def test_a_folder_edited_so_that_it_cannot_be_read(folder: Path, name: str, was: str, edit: str) -> None:
     text = (folder / f"{name}.json").read_text()
     assert was in text
     (folder / f"{name}.json").write_text(text.replace(was, edit, 1))
@@ -50,18 +53,14 @@ def test_a_folder_edited_so_that_it_cannot_be_read(tmp_path: Path, name: str, wa
         pd2bw_fx.load(folder, edited=True)
 
 
-def test_a_folder_with_a_file_missing(tmp_path: Path) -> None:
-    folder = tmp_path / "mlp"
-    pd2bw_fx.split(build("mlp"), cluster=2, costs="analytic").save(folder)
+def test_a_folder_with_a_file_missing(folder: Path) -> None:
     (folder / "stage_1.safetensors").unlink()
 
     with pytest.raises(pd2bw_fx.PlanMismatchError, match=r"stage_1\.safetensors is missing"):
         pd2bw_fx.load(folder)
 
 
-def test_a_folder_with_a_stage_that_does_more_than_compute(tmp_path: Path) -> None:
-    folder = tmp_path / "mlp"
-    pd2bw_fx.split(build("mlp"), cluster=2, costs="analytic").save(folder)
+def test_a_folder_with_a_stage_that_does_more_than_compute(folder: Path) -> None:
     source = (folder / "stage_0.py").read_text()
     (folder / "stage_0.py").write_text(source.replace("import torch\n", "import torch\nimport os\n", 1))
 
@@ -69,16 +68,15 @@ def test_a_folder_with_a_stage_that_does_more_than_compute(tmp_path: Path) -> No
         _ = pd2bw_fx.load(folder, edited=True).stages[0].module
 
 
-def test_an_edited_stage_that_is_no_python_is_named_with_its_line(tmp_path: Path) -> None:
-    pd2bw_fx.split(build("mlp"), cluster=2, costs="analytic", check=False).save(tmp_path / "saved")
-    stage = tmp_path / "saved" / "stage_1.py"
+def test_an_edited_stage_that_is_no_python_is_named_with_its_line(folder: Path) -> None:
+    stage = folder / "stage_1.py"
     lines = stage.read_text().splitlines()
     line = next(at for at, text in enumerate(lines) if text.strip().startswith("return "))
     lines[line] = lines[line].replace("return", "retrun")
     stage.write_text("\n".join(lines))
 
     with pytest.raises(pd2bw_fx.PlanMismatchError, match=rf"stage_1\.py, line {line + 1}: invalid syntax"):
-        pd2bw_fx.load(tmp_path / "saved", edited=True)
+        pd2bw_fx.load(folder, edited=True)
 
 
 @pytest.mark.parametrize(
