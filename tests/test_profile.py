@@ -90,6 +90,17 @@ def test_saved_bytes_are_what_autograd_saves(name: str, method: str) -> None:
     assert costs.origin == method
 
 
+def test_estimates_take_one_run_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[str] = []
+    plain = Walk.run_node
+    monkeypatch.setattr(Walk, "run_node", lambda walk, node: (runs.append(node.name), plain(walk, node))[1])
+
+    profile(*traced_once("mlp"), device=CPU, method="analytic")
+
+    assert runs
+    assert len(runs) == len(set(runs))
+
+
 def test_output_bytes_are_the_tensors_bytes() -> None:
     traced = trace(Uneven(), (torch.randn(8, 16),), {})
     graph = normalise(traced)

@@ -100,3 +100,7 @@ def test_a_builtin_is_not_there_under_a_name_that_another_function_has(tmp_path:
         module(torch.ones(2, 2))
 
     assert not file.exists()
+
+
+def test_a_source_that_was_checked_is_not_checked_again() -> None:
+    assert check_source(_STAGE, "stage_0.py") is check_source(_STAGE, "stage_0.py")
