@@ -383,7 +383,7 @@ def test_reports_have_the_learning_rate_of_their_update_on_every_rank(
     model: nn.Module, pipe: pd2bw_fx.Pipeline, tmp_path: Path, method: str
 ) -> None:
     def note(report: UpdateReport) -> None:
-        with (tmp_path / str(os.getpid())).open("a") as file:
+        with (tmp_path / f"{report.rank} {os.getpid()}").open("a") as file:
             file.write(f"{report.update} {report.learning_rates[0]:.6f}\n")
 
     def warm_up(optimizer: torch.optim.Optimizer) -> LRScheduler:
@@ -392,8 +392,8 @@ def test_reports_have_the_learning_rate_of_their_update_on_every_rank(
     batches = mlp_batches(model) * 4
     pipe.train_local(batches, optimizer=sgd, method=method, lr_scheduler=warm_up, on_report=note)
 
+    assert sorted(path.name.split()[0] for path in tmp_path.iterdir()) == ["0", "1"]
     told = [path.read_text().splitlines() for path in tmp_path.iterdir()]
-    assert len(told) == 2
     rate = sgd(ELSEWHERE).param_groups[0]["lr"]
     expected = [f"{update} {rate * (update + 1) / 100:.6f}" for update in range(len(batches))]
     assert told == [expected, expected]

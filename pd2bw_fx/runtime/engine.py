@@ -118,6 +118,7 @@ class Engine:
         )
         self._log = LossLog(
             options.on_report,
+            rank=job.rank,
             num_ranks=job.num_ranks,
             stop_at_nan=options.stop_at_nan,
             source=lambda microbatch: job.name_of(job.rank_of(job.loss_stage, microbatch)),

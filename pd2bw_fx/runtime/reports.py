@@ -1,9 +1,11 @@
 """What an engine tells about an update, to a progress bar, a log file or TensorBoard.
 
-writer = SummaryWriter()
-engine = pipe.engine(
-    optimizer=..., on_report=lambda report: writer.add_scalar("loss", report.loss, report.update)
-)
+def write(report):
+    if report.rank == 0:
+        with open("losses.jsonl", "a") as file:
+            print(json.dumps({"update": report.update, "loss": report.loss}), file=file)
+
+engine = pipe.engine(optimizer=..., on_report=write)
 """
 
 from __future__ import annotations
@@ -24,11 +26,14 @@ _UNDER_WAY = 4  # losses that have not arrived: at least so many, so that no ran
 class UpdateReport:
     """What `on_report` is given for an update.
 
+    Every rank is given one: a log that should have each update once is written where `rank` is 0.
+
     `loss` is the mean over the update's microbatches, `seconds` the time since the call of the update before,
     or of an evaluation after that. `numbers` holds the model's other outputs that are one number, such as the
     terms of the loss: means as well, by name.
     """
 
+    rank: int
     update: int
     loss: float
     seconds: float
@@ -49,6 +54,7 @@ class LossLog:
         self,
         on_report: Callable[[UpdateReport], None] | None,
         *,
+        rank: int,
         num_ranks: int,
         stop_at_nan: bool,
         source: Callable[[int], str],
@@ -57,6 +63,7 @@ class LossLog:
         gradient_norm: Callable[[int], float | None],
     ) -> None:
         self._on_report = on_report
+        self._rank = rank
         self._lateness = max(_UNDER_WAY, num_ranks)
         self._stop_at_nan = stop_at_nan
         self._source = source
@@ -89,8 +96,15 @@ class LossLog:
             )
         if self._on_report is None or not loss.is_of_training:
             return
-        rate = self._microbatches_per_update / seconds
-        rates, norm = self._learning_rates(loss.update), self._gradient_norm(loss.update)
         self._on_report(
-            UpdateReport(loss.update, loss.item(), seconds, rate, rates, loss.numbers, gradient_norm=norm)
+            UpdateReport(
+                rank=self._rank,
+                update=loss.update,
+                loss=loss.item(),
+                seconds=seconds,
+                microbatches_per_s=self._microbatches_per_update / seconds,
+                learning_rates=self._learning_rates(loss.update),
+                numbers=loss.numbers,
+                gradient_norm=self._gradient_norm(loss.update),
+            )
         )
