@@ -57,6 +57,11 @@ class BatchInput:
     def __str__(self) -> str:
         return place_of(self.argument, self.path)
 
+    @property
+    def quoted(self) -> str:
+        """Where it is, for the beginning of a message."""
+        return str(self) if self.path else repr(self.argument)
+
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
@@ -173,10 +178,11 @@ class BatchLayout:
         if len(flat) == 1:
             return self.cut(flat[0], num_microbatches)
         for number, one in enumerate(flat):
-            empty = [known.name for known in self.inputs if known.batched and not len(one[known.name])]
+            empty = [known for known in self.inputs if known.batched and not len(one[known.name])]
             if empty:
                 raise InputError(
-                    f"{empty[0]!r} has 0 samples in microbatch {number}; each has one at least: {_TOO_FEW}"
+                    f"{empty[0].quoted} has 0 samples in microbatch {number}; each has one at least: "
+                    f"{_TOO_FEW}"
                 )
         return [piece for one in flat for piece in self.cut(one, 1)]
 
@@ -185,39 +191,16 @@ class BatchLayout:
 
         Raises InputError for a batch that cannot be cut so.
         """
-        sizes = {known.name: flat[known.name].shape[0] for known in self.inputs if known.batched}
-        if len(set(sizes.values())) > 1:
-            found = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+        sizes = [(known, flat[known.name].shape[0]) for known in self.inputs if known.batched]
+        if len({size for _, size in sizes}) > 1:
+            found = ", ".join(f"{known}: {size}" for known, size in sizes)
             raise InputError(
                 f"the batch's tensors differ in dimension 0 ({found}); all must have one size. Is one of "
                 "them for every microbatch whole (class weights, a mask)? Its dimension 0 is as long as the "
                 "example batch, and was taken for it: split with another number of samples"
             )
-        for name, size in sizes.items():
-            if size == 0:
-                raise InputError(f"{name!r} has 0 samples: the batch is empty; at least one was expected")
-            if size < num_microbatches:
-                raise InputError(
-                    f"{name!r} has {counted(size, 'sample')}, which cannot be cut into {num_microbatches} "
-                    f"microbatches; {_TOO_FEW}"
-                )
-            if size % num_microbatches:
-                fewer = max(number for number in range(1, num_microbatches) if size % number == 0)
-                other = f"set microbatches_per_update={fewer}, " if fewer > 1 else ""
-                raise InputError(
-                    f"{name!r} has {size} samples, which cannot be cut into {num_microbatches} equal "
-                    f"microbatches; pass a multiple of {num_microbatches}, {other}or pass Microbatches that "
-                    "you have cut"
-                )
-            each, right = size // num_microbatches, self.microbatch_sizes
-            if each not in right:
-                nearest = num_microbatches * right.nearest(each)
-                cut = f", {each} in each of {num_microbatches} microbatches" if num_microbatches > 1 else ""
-                raise InputError(
-                    f"{name!r} has {size} samples{cut}; the model was traced for {right}: pass {nearest} "
-                    "samples, or split it with other example inputs"
-                )
-            break
+        if sizes:
+            _require_equal_pieces(*sizes[0], num_microbatches, self.microbatch_sizes)
         pieces: list[dict[str, Tensor]] = [{} for _ in range(num_microbatches)]
         for known in self.inputs:
             tensor = flat[known.name]
@@ -374,6 +357,11 @@ class BatchLayout:
                 advice += "; why tracer='export-sequence' has not left this one open, trace_report says"
             elif not known.dtype.is_floating_point and value.dim() == 2:
                 advice += ", or let lengths of token sequences vary with split(tracer='export-sequence')"
+            if known.batched or value.shape[1:] != known.sizes[1:]:
+                advice += (
+                    "; sizes of other kinds (a graph's edges) are open in an ExportedProgram of your own, "
+                    "which split takes: torch.export.export(model, example, dynamic_shapes=..)"
+                )
             raise InputError(
                 f"the batch's {known} has shape {tuple(value.shape)}, and the stages were made for "
                 f"({sizes}); {advice}"
@@ -382,6 +370,33 @@ class BatchLayout:
 
     def _listing(self) -> str:
         return ", ".join(str(known) for known in self.inputs) or "no tensor at all"
+
+
+def _require_equal_pieces(first: BatchInput, size: int, num_microbatches: int, right: SizeRange) -> None:
+    """Raises InputError unless a batch of that size makes microbatches of the sizes that are right."""
+    if size == 0:
+        raise InputError(f"{first.quoted} has 0 samples: the batch is empty; at least one was expected")
+    if size < num_microbatches:
+        raise InputError(
+            f"{first.quoted} has {counted(size, 'sample')}, which cannot be cut into {num_microbatches} "
+            f"microbatches; {_TOO_FEW}"
+        )
+    if size % num_microbatches:
+        fewer = max(number for number in range(1, num_microbatches) if size % number == 0)
+        other = f"set microbatches_per_update={fewer}, " if fewer > 1 else ""
+        raise InputError(
+            f"{first.quoted} has {size} samples, which cannot be cut into {num_microbatches} equal "
+            f"microbatches; pass a multiple of {num_microbatches}, {other}or pass Microbatches that "
+            "you have cut"
+        )
+    each = size // num_microbatches
+    if each not in right:
+        nearest = num_microbatches * right.nearest(each)
+        cut = f", {each} in each of {num_microbatches} microbatches" if num_microbatches > 1 else ""
+        raise InputError(
+            f"{first.quoted} has {size} samples{cut}; the model was traced for {right}: pass {nearest} "
+            "samples, or split it with other example inputs"
+        )
 
 
 def _counts(path: tuple[str | int, ...], leaf: Any) -> bool:
