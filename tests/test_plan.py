@@ -102,7 +102,10 @@ def test_what_the_constraints_forbid_is_refused_in_a_plan_by_hand(plan: Plan) ->
     for wishes, error in (
         (Constraints(stage_of={"op2": 0}), r"'op2' is pinned to stage 0, and the plan has it on stage 1"),
         (Constraints(device_of={"op0": 2}), r"'op0' is pinned to device 2, .* on stage 0 \(device 0\)"),
-        (Constraints(together=(("op1", "op2"),)), "they share memory or a wish; keep them in one"),
+        (
+            Constraints(together=(("op1", "op2"),)),
+            "must stay together: one is a view of the other, or constraints",
+        ),
     ):
         with pytest.raises(PlanMismatchError, match=error):
             check_plan(plan, PROBLEM, CLUSTER, constraints=wishes)

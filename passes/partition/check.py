@@ -151,7 +151,8 @@ def _stage_of_blocks(plan: Plan, problem: Problem) -> dict[str, int]:
             if planned[name] != planned[block.operators[0]]:
                 raise PlanMismatchError(
                     f"{name!r} is in stage {planned[name]} and {block.operators[0]!r} in stage "
-                    f"{planned[block.operators[0]]}, but they share memory or a wish; keep them in one"
+                    f"{planned[block.operators[0]]}, but must stay together: one is a view of the other, or "
+                    "constraints join them"
                 )
     return {block.name: planned[block.operators[0]] for block in problem.blocks}
 
