@@ -244,6 +244,10 @@ ELSEWHERE = list(nn.Linear(2, 2).parameters())
     ("options", "error"),
     [
         ({"optimizer": lambda parameters: None}, "optimizer gave a NoneType; a function was expected"),
+        (
+            {"optimizer": lambda parameters: [sgd(parameters)]},
+            "optimizer gave a list; .*; one optimizer steps",
+        ),
         ({"lr_scheduler": lambda optimizer: None}, "lr_scheduler gave a NoneType; a function was expected"),
         (
             {"optimizer": lambda parameters: sgd(ELSEWHERE)},
@@ -262,6 +266,7 @@ def test_an_option_that_cannot_be_is_refused_by_the_engine(
     ("options", "error"),
     [
         ({"optimizer": None}, "optimizer is of type NoneType; a function was expected"),
+        ({"optimizer": [sgd, sgd]}, "optimizer is of type list; .*; one optimizer steps all parameters, and"),
         ({"lr_scheduler": 3}, "lr_scheduler is 3; a function that makes a scheduler of the optimizer"),
         ({"max_gradient_norm": -1.0}, "max_gradient_norm is -1.0; a number above 0 was expected"),
         ({"max_gradient_norm": "1"}, "max_gradient_norm is '1'; a number above 0 was expected"),

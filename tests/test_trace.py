@@ -105,6 +105,21 @@ def test_the_loss_is_found_by_the_documented_rule(
         assert tuple(traced.call(traced.examples)) == names
 
 
+def test_a_second_loss_of_a_tuple_is_not_trained_in_silence() -> None:
+    class Adversaries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            hidden = self.linear(x)
+            return hidden.sum(), -hidden.sum(), hidden.sum().detach(), hidden
+
+    (note,) = trace(Adversaries(), (torch.randn(3, 2),)).report.notes
+
+    assert "what has a gradient too, output_1, is reported and not trained" in note
+
+
 def test_a_loss_function_is_traced_behind_the_model_whose_names_stay_as_they_were() -> None:
     model, x, y = _mlp(), torch.randn(4, 4), torch.randint(0, 3, (4,))
 

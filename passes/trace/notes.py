@@ -22,6 +22,12 @@ def notes_of(program: Program, batch_size: int | None) -> list[str]:
         f"buffer {name} gets another shape in the forward; the stages make it again in every call"
         for name in program.record.resized
     ]
+    if program.record.other_losses:
+        named = " and ".join(program.record.other_losses)
+        notes.append(
+            "the loss is the first entry of the tuple that the forward returns; what has a gradient too, "
+            f"{named}, is reported and not trained: return the sum to train it"
+        )
     if program.record.has_checkpoints:
         notes.append(
             "the model's own activation checkpoints (torch.utils.checkpoint) are not in the stages; "

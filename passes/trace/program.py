@@ -43,6 +43,7 @@ class Record:
     output_names: tuple[str, ...] = ()
     loss: str | None = None
     loss_place: int | None = None  # among the leaves of a tuple
+    other_losses: tuple[str, ...] = ()  # leaves of the tuple that could be trained too
     loss_of_one: bool | None = None  # whether the model's own loss may have dimensions, of size 1
     left_out: tuple[str, ...] = ()  # leaves of the results that are no tensors
     rebound: frozenset[str] = frozenset()  # state that the forward made anew in its old shape
@@ -146,6 +147,9 @@ class Program(nn.Module):
             of_one = self.record.loss_of_one
             knows = of_one is None and self._are_several(tensors)
             named = named_outputs(output, has_loss=True, place=place, of_one=knows or bool(of_one))
+            if place is not None and torch.is_grad_enabled():
+                others = [name for name, value in named[1:] if _is_scalar(value) and value.requires_grad]
+                self.record.other_losses = tuple(others)
             if knows:
                 self.record.loss_of_one = "loss" in dict(named)
         kept = [(name, value) for name, value in named if _is_value(value)]

@@ -31,7 +31,7 @@ SchedulerFactory = Callable[[Optimizer], LRScheduler]
 ParameterOptions = Callable[[str, nn.Parameter], Mapping[str, Any]]
 _log = logging.getLogger(__name__)
 _KIND = "class"  # the key of a scheduler's class, beside its state
-EXPECTED_OPTIMIZER = (
+_EXPECTED = (
     "a function was expected that makes a torch optimizer of the parameters it is given: "
     "lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)"
 )
@@ -299,14 +299,20 @@ def _elsewhere(spec: ParameterSpec) -> nn.Parameter:
     return nn.Parameter(torch.empty(spec.spec.example_shape, dtype=spec.spec.dtype, device="meta"))
 
 
+def expected_instead_of(optimizer: object) -> str:
+    if not isinstance(optimizer, list | tuple | dict):
+        return _EXPECTED
+    return f"{_EXPECTED}; one optimizer steps all parameters, and parameter_options gives some other options"
+
+
 def _require_optimizer(made: Any, parameters: Iterable[nn.Parameter]) -> None:
     if not isinstance(made, Optimizer):
-        raise InputError(f"optimizer gave a {type(made).__name__}; {EXPECTED_OPTIMIZER}")
+        raise InputError(f"optimizer gave a {type(made).__name__}; {expected_instead_of(made)}")
     own = {id(parameter) for parameter in parameters}
     if any(id(p) not in own for group in made.param_groups for p in group["params"]):
         raise InputError(
             "optimizer steps parameters that it was not given, such as those of the model itself; "
-            + EXPECTED_OPTIMIZER
+            + _EXPECTED
         )
     if isinstance(made, torch.optim.SparseAdam):
         raise InputError(

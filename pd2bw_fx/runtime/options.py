@@ -22,10 +22,10 @@ from pd2bw_fx.errors import InputError
 from pd2bw_fx.runtime.corrections import Correction
 from pd2bw_fx.runtime.groups import Backend
 from pd2bw_fx.runtime.optimizing import (
-    EXPECTED_OPTIMIZER,
     OptimizerFactory,
     ParameterOptions,
     SchedulerFactory,
+    expected_instead_of,
 )
 from pd2bw_fx.runtime.reports import UpdateReport
 
@@ -88,7 +88,9 @@ class EngineOptions:
     def __post_init__(self) -> None:
         make_plain(self, "max_gradient_norm", "seed", "record", "timeout_s")
         if not callable(self.optimizer):
-            raise InputError(f"optimizer is of type {type(self.optimizer).__name__}; {EXPECTED_OPTIMIZER}")
+            raise InputError(
+                f"optimizer is of type {type(self.optimizer).__name__}; {expected_instead_of(self.optimizer)}"
+            )
         for name, (expected, num_arguments) in _FUNCTIONS.items():
             if (value := getattr(self, name)) is not None:
                 require_function(name, value, expected, num_arguments=num_arguments)
