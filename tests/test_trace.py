@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -103,6 +104,31 @@ def test_the_loss_is_found_by_the_documented_rule(
     assert traced.call is not None
     with torch.no_grad():  # which a run without gradients cannot tell by itself
         assert tuple(traced.call(traced.examples)) == names
+
+
+@pytest.mark.parametrize(
+    ("pairs", "expected"),
+    [
+        (lambda h: h @ h.t(), True),
+        (lambda h: torch.cdist(torch.cat([h, h]), h), True),
+        (lambda h: h[:, :, None] * h[:, None], False),
+    ],
+)
+def test_samples_that_are_compared_with_one_another_are_told_of(pairs: Any, *, expected: bool) -> None:
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return pairs(self.linear(x)).mean()
+
+    notes = trace(Pairs(), (torch.randn(3, 2),)).report.notes
+
+    told = [note for note in notes if note.startswith("samples of a batch are compared with one another")]
+    assert [bool(re.search(r"microbatch: test_trace\.py:\d+: .*pairs", note)) for note in told] == [
+        True
+    ] * expected
 
 
 def test_a_second_loss_of_a_tuple_is_not_trained_in_silence() -> None:

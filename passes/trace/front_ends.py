@@ -14,7 +14,7 @@ from .checks.single_sample import is_right_for_one
 from .eager_run import call_apart, keep_state, require_eager_run, require_nothing_written
 from .exported import batch_sizes, export, foreign_operators
 from .inputs import FlatArguments
-from .notes import note_on_operator
+from .notes import note_on_operator, notes_on_comparisons
 from .program import MODEL_PREFIX, Program
 from .symbolic import trace_symbolically
 
@@ -36,7 +36,13 @@ def trace_by(name: str, program: Program, batch_size: int | None) -> Traced:
         )
     else:
         graph, sizes = _by_export(program, batch_size, with_lengths=name == "export-sequence")
-        notes = (*program.options.conditions.notes(), *_notes_on_sizes(sizes), *_notes_on(graph))
+        batched = [] if batch_size is None else _placeholders(graph, program.flat, batch_size)
+        notes = (
+            *program.options.conditions.notes(),
+            *_notes_on_sizes(sizes),
+            *notes_on_comparisons(graph, batched),
+            *_notes_on(graph),
+        )
     flat = program.flat
     examples = dict(zip(flat.names, flat.tensors, strict=False))
     return Traced(

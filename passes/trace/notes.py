@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import nn
+from torch.export import ExportedProgram
 
 from pd2bw_fx.model_arguments import WRAPPERS
 from pd2bw_fx.program import surrounding_autocast
@@ -12,6 +15,7 @@ from pd2bw_fx.untraced_operands import NAMESPACE as UNTRACED
 
 from .checks.watch import Change
 from .program import Program
+from .source_lines import line_of
 
 
 def notes_of(program: Program, batch_size: int | None) -> list[str]:
@@ -90,6 +94,27 @@ def _unbatched(name: str, shape: tuple[int, ...], batch_size: int) -> str:
     if batch_size not in shape:
         return note
     return f"{note}; if dimension {shape.index(batch_size)} is its batch, transpose it in the forward"
+
+
+def notes_on_comparisons(exported: ExportedProgram, batched: Sequence[str]) -> tuple[str, ...]:
+    """Returns a note if some tensor has the batch in two dimensions, such as the similarities of all pairs.
+
+    `batched` are the names of placeholders.
+    """
+    values = {node.name: node.meta["val"] for node in exported.graph.find_nodes(op="placeholder")}
+    batch = {symbol for name in batched for symbol in _symbols(values[name].shape[0])}
+    for node in exported.graph.nodes:
+        shape = getattr(node.meta.get("val"), "shape", ()) if node.op == "call_function" else ()
+        if sum(not batch.isdisjoint(_symbols(size)) for size in shape) > 1:
+            return (
+                "samples of a batch are compared with one another, in training only with those of their own "
+                f"microbatch: {line_of(node)}",
+            )
+    return ()
+
+
+def _symbols(size: int | torch.SymInt) -> set[Any]:
+    return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()
 
 
 def note_on_operator(name: str) -> str:
