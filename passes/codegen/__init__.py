@@ -28,7 +28,8 @@ An operator as source:
 
     spell.py           an operator in torch's public words
     wording.py         how the author's statement words it: 0.5 * x, torch.exp(x), x**2
-    words.py           operators with a spelling of their own: x[:, 0], -x, x.mT
+    words.py           operators with a spelling of their own: -x, x.mT
+    subscripts.py      what is one subscript to the author, and several operators in a trace: x[:, 1:, 0]
     functions.py       operators that are functions with other arguments: F.cross_entropy
     spatial.py         convolutions, pooling and resampling as functions: F.max_pool2d
     idioms.py          several operators that are one function: F.normalize

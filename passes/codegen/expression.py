@@ -85,6 +85,7 @@ def _holds_nodes(items: Sequence[Any]) -> bool:
 INFIX: dict[str, tuple[str, int]] = {
     "add": ("+", PLUS), "sub": ("-", PLUS), "mul": ("*", TIMES), "div": ("/", TIMES),
     "matmul": ("@", TIMES), "mm": ("@", TIMES), "floordiv": ("//", TIMES), "mod": ("%", TIMES),
+    "floor_divide": ("//", TIMES),
     "__and__": ("&", AND), "__or__": ("|", OR), "__xor__": ("^", XOR), "truediv": ("/", TIMES),
     "and_": ("&", AND), "or_": ("|", OR), "xor": ("^", XOR),
     "bitwise_and": ("&", AND), "bitwise_or": ("|", OR), "bitwise_xor": ("^", XOR), "remainder": ("%", TIMES),

@@ -23,6 +23,7 @@ from .statements import appended_list, calls_one, filled_name, returns_a_list, s
 # Names of values to which the author gave none, by operator.
 _RESULT_NAMES = {
     "add": "total", "sub": "difference", "mul": "product", "div": "ratio", "matmul": "product",
+    "floor_divide": "quotient",
     "addmm": "projected", "linear": "projected", "layer_norm": "normed", "batch_norm": "normed",
     "dropout": "dropped", "alpha_dropout": "dropped", "feature_dropout": "dropped",
     "view": "viewed", "reshape": "viewed", "transpose": "turned", "permute": "turned",

@@ -18,7 +18,8 @@ from .statements import parsed_statement
 _SIGNS: dict[type[ast.operator | ast.unaryop], frozenset[str]] = {
     ast.Add: frozenset({"add"}), ast.Sub: frozenset({"sub", "rsub"}), ast.Mult: frozenset({"mul"}),
     ast.Div: frozenset({"div", "truediv"}), ast.MatMult: frozenset({"matmul"}),
-    ast.Pow: frozenset({"pow"}), ast.Mod: frozenset({"remainder", "mod"}), ast.USub: frozenset({"neg"}),
+    ast.FloorDiv: frozenset({"floor_divide", "floordiv"}), ast.Mod: frozenset({"remainder", "mod"}),
+    ast.Pow: frozenset({"pow"}), ast.USub: frozenset({"neg"}),
 }  # fmt: skip
 _CASTS = {"to", "_to_copy"}
 _OF_SIZES = {"shape", "size", "dim", "ndim", "numel", "dtype", "device"}

@@ -20,8 +20,9 @@ from .limits import with_limits
 from .literals import is_plain_name
 from .scopes import line_at, module_calls
 from .statements import drops_always
+from .subscripts import new_dimension
 from .wording import cast_called, has_its_number_first, is_a_power, is_a_subscript, is_called_of_torch
-from .words import SPECIAL, subscript_of_new_dimensions
+from .words import SPECIAL
 
 # Functions of sizes and numbers. Those of torch can be traced again; Python's own serve as well.
 _OF_NUMBERS: Mapping[Any, str] = {
@@ -128,7 +129,7 @@ def _as_the_author(node: fx.Node, name: str, values: Mapping[str, Any], scene: S
     if name == "pow" and len(values) == 2 and is_a_power(node):
         return power(first, second, scene)
     if name == "unsqueeze" and is_a_subscript(node):
-        return subscript_of_new_dimensions(values, scene, least=1)
+        return new_dimension(values, scene)
     if name == "to" and values.keys() == {"self", "dtype"} and (cast := cast_called(node, values["dtype"])):
         return Source(f"{scene.receiver(values['self'])}.{cast}()")
     return None

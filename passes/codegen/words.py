@@ -8,46 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from .expression import UNARY, Scene, Source, Special, call, given, infix, subscript
+from .expression import UNARY, Scene, Source, Special, call, given, infix
 from .functions import FUNCTIONS
 from .literals import literal, quoted
-
-
-def _slice(values: Mapping[str, Any], scene: Scene) -> Source | None:
-    """Spells several slices in a row, from first dimensions to last, as one subscript: x[:, ::2, ::2]."""
-    cut = _cut(values)
-    if cut is None:
-        return None
-    base, cuts = values["self"], [cut]
-    while isinstance(base, fx.Node) and base.target is torch.ops.aten.slice.Tensor:
-        before = _cut(dict(zip(_SLICE, base.args, strict=False)) | base.kwargs)
-        if before is None or before[0] >= cuts[0][0] or scene.source(base).text.isidentifier():
-            break
-        cuts.insert(0, before)
-        base = base.args[0]
-    places: list[str] = []
-    for dimension, bounds in cuts:
-        places += [":"] * (dimension - len(places)) + [subscript(bounds, scene)]
-    return Source(f"{scene.receiver(base)}[{', '.join(places)}]")
-
-
-_SLICE = ("self", "dim", "start", "end", "step")
-
-
-def _cut(values: Mapping[str, Any]) -> tuple[int, slice] | None:
-    """Returns a slice's dimension and bounds, where they can stand in a subscript."""
-    dimension, end = values.get("dim", 0), values.get("end")
-    if not isinstance(dimension, int) or dimension < 0 or dimension > 3:
-        return None
-    if isinstance(end, int) and end >= 2**62:
-        end = None
-    start = values.get("start")
-    bounds = slice(None if start == 0 and type(start) is int else start, end, values.get("step"))
-    return None if any(_is_tensor(bound) for bound in (bounds.start, bounds.stop)) else (dimension, bounds)
-
-
-def _is_tensor(bound: Any) -> bool:
-    return isinstance(bound, fx.Node) and not isinstance(bound.meta.get("val"), int | torch.SymInt)
+from .subscripts import basic_subscript, several_new_dimensions, subscript_of_tensors
 
 
 def _slice_scatter(values: Mapping[str, Any], scene: Scene) -> Source:
@@ -55,19 +19,6 @@ def _slice_scatter(values: Mapping[str, Any], scene: Scene) -> Source:
     if isinstance(bounds.get("end"), int) and bounds["end"] >= 2**62:
         del bounds["end"]
     return call(f"{scene.receiver(values['self'])}.slice_scatter", scene, values["src"], **bounds)
-
-
-def _select(values: Mapping[str, Any], scene: Scene) -> Source | None:
-    dimension, index = values["dim"], values["index"]
-    if not isinstance(dimension, int) or not isinstance(index, int) or dimension < 0 or dimension > 3:
-        return None
-    places = [":"] * dimension + [literal(index)]
-    return Source(f"{scene.receiver(values['self'])}[{', '.join(places)}]")
-
-
-def _index_tensor(values: Mapping[str, Any], scene: Scene) -> Source:
-    places = [":" if item is None else scene.text(item) for item in values["indices"]]
-    return Source(f"{scene.receiver(values['self'])}[{', '.join(places)}]")
 
 
 def _to(values: Mapping[str, Any], scene: Scene) -> Source | None:
@@ -124,29 +75,6 @@ def _lists_first(function: str, first: str) -> Special:
         return call(function, scene, values[first], **given(values, "dim"))
 
     return spelled
-
-
-def _unsqueeze(values: Mapping[str, Any], scene: Scene) -> Source | None:
-    """Spells several unsqueezes in a row, written in one line, as one subscript: x[None, None, :]."""
-    return subscript_of_new_dimensions(values, scene, least=2)
-
-
-def subscript_of_new_dimensions(values: Mapping[str, Any], scene: Scene, *, least: int) -> Source | None:
-    """Spells unsqueezes in a row, from `least` on, as one subscript."""
-    base, dimensions = values["self"], [values["dim"]]
-    while isinstance(base, fx.Node) and base.target is torch.ops.aten.unsqueeze.default:
-        if scene.source(base).text.isidentifier():
-            break
-        dimensions.append(base.args[1])
-        base = base.args[0]
-    if len(dimensions) < least or not isinstance(base.meta.get("val"), torch.Tensor):
-        return None
-    places = [":"] * base.meta["val"].dim()
-    for dimension in reversed(dimensions):
-        places.insert(dimension if dimension >= 0 else len(places) + 1 + dimension, "None")
-    while len(dimensions) == 1 and places[-1] == ":":
-        places.pop()
-    return Source(f"{scene.receiver(base)}[{', '.join(places)}]")
 
 
 def _split_with_sizes(values: Mapping[str, Any], scene: Scene) -> Source:
@@ -218,10 +146,10 @@ SPECIAL: dict[str, Special] = FUNCTIONS | {
     "sym_size": lambda values, scene: Source(
         f"{scene.receiver(values['self'])}.shape[{scene.text(values['dim'])}]"
     ),
-    "slice": _slice,
+    "slice": basic_subscript("slice"),
     "slice_scatter": _slice_scatter,
-    "select": _select,
-    "index": _index_tensor,
+    "select": basic_subscript("select"),
+    "index": subscript_of_tensors,
     "to": _to,
     "to.dtype_layout": _moved,
     "view": _sized("view", "size"),
@@ -236,7 +164,7 @@ SPECIAL: dict[str, Special] = FUNCTIONS | {
     "bitwise_not": _unary("~"),
     "cat": _lists_first("torch.cat", "tensors"),
     "stack": _lists_first("torch.stack", "tensors"),
-    "unsqueeze": _unsqueeze,
+    "unsqueeze": several_new_dimensions,
     "split_with_sizes": _split_with_sizes,
     "einsum": _einsum,
 }
