@@ -169,3 +169,33 @@ def test_what_goes_into_a_part_of_a_sequence_has_a_line_of_its_own_in_front_of_t
     assert 'self.layers = nn.ModuleDict(\n            {f"layer_{i}": nn.Sequential(' in first
     assert "x = self.drop(x)" in first
     assert "for layer in self.layers.values():\n            x = layer(x)" in first
+
+
+class _Mixed(nn.Module):
+    """A mixture of experts: a sum over a generator, whose terms are short enough to stand in one line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 4)
+        self.experts = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.gate(x).softmax(-1)
+        y = sum(shares[:, e, None] * expert(x) for e, expert in enumerate(self.experts))
+        return y.square().mean()
+
+
+def test_a_sum_over_experts_is_a_loop_whatever_the_length_of_its_terms() -> None:
+    torch.manual_seed(0)
+    case = case_of(_Mixed().double(), (torch.randn(3, 4).double(),))
+
+    plan = planned(case, 1)
+    (program,) = generate(case.graph, plan)
+
+    assert compared(case, plan, [program]).exact
+    lines = [line.strip().partition("  # ")[0] for line in program.source.splitlines()]
+    start = lines.index("y = shares[:, 0, None] * self.experts[0](x) + 0")
+    assert lines[start + 1 : start + 3] == [
+        "for e in range(1, 4):",
+        "y = y + shares[:, e, None] * self.experts[e](x)",
+    ]

@@ -12,9 +12,9 @@ from .body import Body, is_second_name
 from .layer_calls import call_arguments
 from .limits import is_asked_for_a_limit
 from .naming import operator_name, place_in_mask
-from .scopes import Scope
+from .scopes import Line, Scope
 from .stage_tree import occurrences
-from .statements import appended_list, parsed_statement, returns_a_list
+from .statements import appended_list, parsed_statement, returns_a_list, sums_over
 
 _MOST_FOLDED = 40  # items in one statement; it is too long for a line long before that
 
@@ -149,7 +149,9 @@ class Folding:
         if isinstance(item, Scope) and item.function is not None:
             return False
         reading = self.items[reader]
-        if self._is_of_a_loop(item, reading) or self.begins_a_chain(result):
+        if self._is_of_a_loop(item, reading) or self._is_of_a_sum(item, reading):
+            return False
+        if self.begins_a_chain(result):
             return False
         if not isinstance(reading, Scope) and is_asked_for_a_limit(result, reading):
             return False
@@ -182,6 +184,26 @@ class Folding:
         if self.body.is_of_rounds(item):
             return appended_list(line.code) is not None or returns_a_list(line.code)
         return isinstance(reading, Scope) and self.body.is_of_rounds(reading)
+
+    def _is_of_a_sum(self, item: fx.Node | Scope, reading: fx.Node | Scope) -> bool:
+        """Whether both are additions of the author's `sum(f(x) for ..)`, each a round of what is a loop."""
+        line = self.body.line(item)
+        if line is None or line != self.body.line(reading) or not self.body.is_of_rounds(item):
+            return False
+        return sums_over(line.code) and all(
+            isinstance(each, fx.Node)
+            and operator_name(each) == "add"
+            and any(self._is_of_line(operand, line) for operand in each.all_input_nodes)
+            for each in (item, reading)
+        )
+
+    def _is_of_line(self, operand: fx.Node, line: Line) -> bool:
+        at = self.maker.get(operand)
+        if at is None or at == self.end:
+            return False
+        item = self.items[at]
+        is_sum = isinstance(item, fx.Node) and operator_name(item) == "add"
+        return not is_sum and self.body.line(item) == line
 
     def begins_a_chain(self, result: fx.Node) -> bool:
         """Whether the value goes into the first of several members of a taken-apart nn.Sequential."""

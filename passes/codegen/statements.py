@@ -84,6 +84,18 @@ def returns_a_list(code: str) -> bool:
     return isinstance(statement, ast.Return) and isinstance(statement.value, ast.List | ast.ListComp)
 
 
+def sums_over(code: str) -> bool:
+    """Whether a statement has a sum like "sum(f(x) for x in y)"."""
+    statement = parsed_statement(code)
+    return any(
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "sum"
+        and any(isinstance(over, ast.GeneratorExp | ast.ListComp) for over in node.args[:1])
+        for node in ast.walk(statement or ast.Pass())
+    )
+
+
 _JOINING = {"stack", "cat", "concat", "concatenate", "hstack", "vstack", "dstack"}
 
 
