@@ -18,6 +18,7 @@ import torch
 import pd2bw_fx
 from pd2bw_fx.models import build
 from pd2bw_fx.runtime.loss import Loss, Means
+from pd2bw_fx.runtime.same_batches import UNKNOWN, sampled_digests
 from tests.torchrun import torchrun, torchrun_of_forks
 
 
@@ -147,6 +148,41 @@ def test_a_rank_that_raises_ends_the_others_with_its_reason(tmp_path: Path) -> N
     other = (tmp_path / "step.0").read_text()
     assert other.startswith("WorkerError: rank 1 (stage 1) failed in update")
     assert "ArithmeticError: the third step went wrong" in other
+
+
+@pytest.mark.parametrize(
+    ("mistake", "where"),
+    [
+        ("shuffling", "in update 3 (input 'labels' differs)"),
+        ("evaluation", "an evaluation after 6 updates ("),
+    ],
+)
+def test_ranks_that_are_given_different_batches_later_are_told(
+    mistake: str, where: str, tmp_path: Path
+) -> None:
+    finished = torchrun_of_forks(2, "engine_errors.py", tmp_path, mistake)
+
+    told = (tmp_path / f"{mistake}.0").read_text()
+    assert told.startswith("InputError: rank 0 (stage 0) and rank 1 (stage 1) were given different batches")
+    assert where in told
+    assert "every rank must see the same batches" in told
+    assert where in finished.stderr.partition("Root Cause (first observed failure):")[2]
+
+
+def test_few_entries_of_a_batch_tell_it_from_another_one() -> None:
+    """However it lies in memory; of an input on a GPU nothing is known."""
+    images = torch.randn(8, 3, 40, 40)
+    tokens = torch.arange(9000 * 16).view(9000, 16)
+    tokens[:, 0] = 1
+    batch = {"images": images, "tokens": tokens, "flags": torch.tensor([True]), "none": torch.zeros(0, 2)}
+    found = sampled_digests([batch])
+
+    assert found == sampled_digests([batch | {"images": images.to(memory_format=torch.channels_last)}])
+    others = sampled_digests([{name: t.roll(1, 0) + (name == "flags") * 1 for name, t in batch.items()}])
+    assert [name for name in found if found[name] == others[name]] == ["none"]
+    assert all(0 < digest < 2**53 for digest in found.values())
+    assert found != sampled_digests([batch, batch])
+    assert sampled_digests([{"images": images.to("meta")}]) == {"images": UNKNOWN}
 
 
 def test_without_torchrun_an_engine_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,7 @@ from pd2bw_fx.runtime.optimizing import OptimizerFactory
 from pd2bw_fx.runtime.options import EngineOptions
 from pd2bw_fx.runtime.reports import LossLog
 from pd2bw_fx.runtime.results import Results, evaluation_pieces, joined
+from pd2bw_fx.runtime.same_batches import compare_batches
 from pd2bw_fx.runtime.setup import make_recorder, make_runner, make_weights
 from pd2bw_fx.runtime.shared_calls import SharedCalls
 from pd2bw_fx.runtime.stage_runner import Microbatch, sizes_of
@@ -49,7 +50,6 @@ from pd2bw_fx.runtime.world import (
     World,
     agreed_seed,
     collected,
-    compare_batches,
     compare_options,
     job_of_this_rank,
     local_device,
@@ -59,7 +59,7 @@ from pd2bw_fx.units import counted
 if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
 
-_UPDATES_COMPARED = 2  # the first ones, in which ranks compare the batches that they were given
+_UPDATES_COMPARED = 2  # the first ones, in which ranks compare their whole batches before they begin
 
 
 class Engine:
@@ -259,7 +259,8 @@ class Engine:
 
         Raises InputError for a batch that does not look like the example inputs, cannot be cut into
         `microbatches_per_update` parts, or differs from the other ranks'; where all ranks refuse it, the
-        engine is as before. Raises WorkerError with the reason of a rank that failed.
+        engine is as before. From the third update on, a batch that differs ends the run when its loss has
+        come, some updates later. Raises WorkerError with the reason of a rank that failed.
         """
         layout = self.job.layout
         with self._calls.reading_a_batch(f"in update {self.updates}", self.updates):
@@ -270,6 +271,7 @@ class Engine:
             if self._to_compare:
                 compare_batches(flat, self._control)
                 self._to_compare -= 1
+            self._results.compare_with_others(flat)
         return self.step_microbatches([Microbatch.of(piece) for piece in pieces])
 
     def step_microbatches(self, microbatches: Sequence[Microbatch]) -> Loss:
@@ -327,6 +329,7 @@ class Engine:
         self.flush()
         with self._calls.reading_a_batch("in an evaluation", self.updates):
             pieces = evaluation_pieces(self.job, batch, wanted)
+            self._results.compare_with_others(pieces)
             # What a stage does not read need be no copy.
             own = self.job.inputs()
             pieces = [piece | {name: ordinary(piece[name]) for name in own} for piece in pieces]

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.runtime.failure import calls_apart, name_peer_in_errors
+from pd2bw_fx.runtime.same_batches import UNKNOWN, require_alike
 from pd2bw_fx.units import counted
 
 _TAGS = 2**16  # far more than there are messages on their way at once
@@ -224,9 +225,10 @@ class NumberPost:
     The means are computed from them by the rank that reads them, when it reads them.
 
     Each message also says which call it belongs to, an update or an evaluation. A rank that makes a call
-    alone may not block any other, and those would take its numbers for the ones of their next call.
+    alone may not block any other, and those would take its numbers for the ones of their next call. And it
+    has digests of the sender's batch, if it knows them, which the others compare with theirs.
 
-        message   | loss, number, .. of the first microbatch | .. of the second | .. | the call |
+        message   | loss, number, .. of the first microbatch | .. of the second | .. | digest, .. | the call |
     """
 
     def __init__(
@@ -239,12 +241,16 @@ class NumberPost:
         tag: tuple[int, int] = (0, 1),
         group: dist.ProcessGroup,
         named: Callable[[int], str] = "rank {}".format,
+        inputs: Sequence[str] = (),
     ) -> None:
         """Takes `tag`, this post's number and how many there are between the same ranks.
 
-        `group` moves tensors of the CPU; `named` names a rank with its stages.
+        `group` moves tensors of the CPU; `named` names a rank with its stages; `inputs` are those of the
+        batch that are compared.
         """
         self.names = tuple(names)
+        self._inputs = tuple(inputs)
+        self._digests: dict[str, int] = dict.fromkeys(self._inputs, UNKNOWN)
         self._sources = sources
         self._rank = rank
         self._others = [other for other in range(num_ranks) if other != rank]
@@ -263,9 +269,20 @@ class NumberPost:
         """Whether this rank computes all of the numbers, and need not wait to read them."""
         return list(self._sources) == [self._rank]
 
-    def expect(self, update: int, numbers: Mapping[int, Sequence[int]], *, training: bool = True) -> None:
-        """Prepares for an update, or an evaluation before it: `numbers` are the microbatches by source."""
+    def expect(
+        self,
+        update: int,
+        numbers: Mapping[int, Sequence[int]],
+        *,
+        training: bool = True,
+        digests: Mapping[str, int] | None = None,
+    ) -> None:
+        """Prepares for an update, or an evaluation before it: `numbers` are the microbatches by source.
+
+        `digests` are those of the batch's inputs, None where this rank does not have the whole batch.
+        """
         self._update, self._expected, self._training = update, numbers, training
+        self._digests = {name: (digests or {}).get(name, UNKNOWN) for name in self._inputs}
 
     def collect(self, microbatch: int, name: str, number: Tensor) -> None:
         """Takes a number of one of this rank's microbatches; sends all when the update has its last one."""
@@ -295,7 +312,7 @@ class NumberPost:
         works: list[tuple[int | None, dist.Work | None]] = []
         parts: list[Part] = []
         received: dict[int, Tensor] = {}
-        own = self._call()
+        own, digests = self._call(), self._digests
         for source in self._sources:
             numbers = self._expected[source]
             if not numbers:  # an evaluation has nothing for this replica
@@ -305,12 +322,13 @@ class NumberPost:
                 message, sent = self._sent
                 works += [(None, work) for work in sent]
             else:
-                size = len(numbers) * len(self.names) + 1
+                size = len(numbers) * len(self.names) + len(self._inputs) + 1
                 message = received[source] = torch.empty(size, dtype=torch.float64, device="cpu")
                 with name_peer_in_errors(source):
                     work = dist.irecv(message, source, group=self._group, tag=self._tag_of_update())
                 works.append((source, work))
-            parts.append((numbers, message[:-1].view(len(numbers), len(self.names))))
+            rows = message[: len(numbers) * len(self.names)].view(len(numbers), len(self.names))
+            parts.append((numbers, rows))
 
         def wait() -> None:
             for source, work in works:
@@ -318,9 +336,12 @@ class NumberPost:
                 with name_peer_in_errors(source):
                     work.wait()
             for source, message in received.items():
-                if message[-1] != own:
-                    here, there = (self._named(rank) for rank in (self._rank, source))
-                    raise InputError(calls_apart(here, _told(own), there, _told(int(message[-1]))))
+                here, there = (self._named(rank) for rank in (self._rank, source))
+                *theirs, call = map(int, message[-1 - len(digests) :].tolist())
+                if call != own:
+                    raise InputError(calls_apart(here, _told(own), there, _told(call)))
+                given = dict(zip(digests, theirs, strict=True))
+                require_alike((here, digests), (there, given), _told(own))
 
         return Means(self.names, parts, wait, is_known_here=self.is_known_here)
 
@@ -334,9 +355,11 @@ class NumberPost:
             if is_on_gpu  # a forward may make some on the CPU
             else torch.tensor([float(number) for number in ordered], dtype=torch.float64, device="cpu")
         )
-        message = torch.empty(len(part) + 1, dtype=torch.float64, device="cpu", pin_memory=is_on_gpu)
-        message[:-1].copy_(part, non_blocking=is_on_gpu)
-        message[-1] = self._call()
+        told = torch.tensor([*self._digests.values(), self._call()], dtype=torch.float64, device="cpu")
+        size = len(part) + len(told)
+        message = torch.empty(size, dtype=torch.float64, device="cpu", pin_memory=is_on_gpu)
+        message[: len(part)].copy_(part, non_blocking=is_on_gpu)
+        message[len(part) :] = told
         if not is_on_gpu:
             self._send(message)
             return

@@ -18,6 +18,7 @@ from pd2bw_fx.batch import Microbatches
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.runtime.job import Job
 from pd2bw_fx.runtime.loss import Means, NumberPost
+from pd2bw_fx.runtime.same_batches import sampled_digests
 
 
 class Results:
@@ -37,21 +38,31 @@ class Results:
                 tag=(number, len(named)),
                 group=group,
                 named=job.name_of,
+                inputs=[known.name for known in job.layout.inputs] if stage == job.loss_stage else (),
             )
             for number, (stage, names) in enumerate(named.items())
         }
         self._post_of = {name: post for post in self._posts.values() for name in post.names}
+        self._digests: dict[str, int] | None = None  # of the batch that comes next
         self._wanted: Collection[str] = ()
         self._kept: dict[str, Tensor] = {}
+
+    def compare_with_others(self, flat: Sequence[Mapping[str, Tensor]]) -> None:
+        """Compares the batch of the next update or evaluation with other ranks', when its loss is read.
+
+        `flat` is that batch in one piece or several.
+        """
+        self._digests = sampled_digests(flat)
 
     def expect(self, update: int, numbers: range, *, training: bool) -> None:
         """Prepares for an update, or an evaluation before it, and its microbatches."""
         job = self._job
+        digests, self._digests = self._digests, None
         for stage, post in self._posts.items():
             of_ranks: dict[int, list[int]] = {rank: [] for rank in job.ranks_of(stage)}
             for number in numbers:
                 of_ranks[job.rank_of(stage, number)].append(number)
-            post.expect(update, of_ranks, training=training)
+            post.expect(update, of_ranks, training=training, digests=digests)
 
     def collect(self, microbatch: int, name: str, value: Tensor) -> None:
         if name in self._post_of:

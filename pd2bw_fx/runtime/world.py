@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import datetime
-import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -208,29 +207,6 @@ def compare_options(own: Mapping[str, str], group: dist.ProcessGroup) -> None:
                 )
 
 
-def compare_batches(flat: Sequence[Mapping[str, Tensor]], group: dist.ProcessGroup) -> None:
-    """Raises InputError on every rank where batches differ, and names the first input that does.
-
-    Ranks that shuffle differently would train on inputs of one batch and targets of another. `flat` is the
-    batch, or each of its microbatches where the caller has cut it. All ranks call it.
-    """
-    digests: list[Any] = [None] * dist.get_world_size(group)
-    numbered = {
-        name if len(flat) == 1 else f"{name} of microbatch {number}": tensor
-        for number, one in enumerate(flat)
-        for name, tensor in one.items()
-    }
-    with name_peer_in_errors(None):
-        dist.all_gather_object(digests, _digests(numbered), group=group)
-    for rank, theirs in enumerate(digests):
-        different = [name for name in digests[0] if theirs.get(name) != digests[0][name]]
-        if different:
-            raise InputError(
-                f"rank {rank} was given another batch than rank 0 (input {different[0]!r} differs); every "
-                "rank must see the same batches: seed the data loader alike on all ranks"
-            )
-
-
 def collected(own: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
     """Returns the tensors of all ranks by name, as copies on the CPU; of several ranks' the first one's.
 
@@ -257,15 +233,6 @@ def collected(own: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, 
                 with name_peer_in_errors(None if source == rank else source):
                     dist.broadcast(data, group=group, group_src=source)
     return found
-
-
-def _digests(flat: Mapping[str, Tensor]) -> dict[str, str]:
-    return {
-        name: hashlib.sha256(
-            tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-        ).hexdigest()
-        for name, tensor in flat.items()
-    }
 
 
 def agreed_seed(seed: int | None, group: dist.ProcessGroup) -> int:

@@ -43,9 +43,13 @@ def make(mistake: str) -> None:
         method="1f1b" if differs and mistake == "method" else None,
         microbatches_per_update={"microbatches": 1, "count": "2"}.get(mistake, 2),  # type: ignore[arg-type]
     )
-    for _ in range(6):
+    for update in range(6):
+        if mistake == "shuffling" and update == 3:
+            batch = (batch[0], batch[1].roll(int(os.environ["RANK"]), dims=0))
         engine.step(batch)
     engine.flush()
+    if mistake == "evaluation":
+        engine.eval(tuple(tensor.roll(int(os.environ["RANK"]), dims=0) for tensor in batch))
     if mistake == "disk":
         try:
             with full_disk_on(rank=1):
