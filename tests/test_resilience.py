@@ -106,6 +106,11 @@ def test_a_rank_that_is_done_keeps_its_connections_until_all_are(tmp_path: Path)
 
     assert finished.returncode == 0, finished.stderr
     assert 1.0 < float((tmp_path / "waited").read_text()) < 4.0
+    assert (tmp_path / "waited.True").read_text() == ""
+    assert (tmp_path / "waited.False").read_text() == (
+        "the engine of rank 0 (stage 0) was closed with 2 updates in flight, which will not be made; call "
+        "engine.flush() after the last step, or make the engine in a with statement, which flushes at its end"
+    )
 
 
 def test_ranks_with_different_numbers_of_batches_end_with_what_each_is_at() -> None:

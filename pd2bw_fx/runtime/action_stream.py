@@ -42,6 +42,11 @@ class ActionStream:
         """Whether no microbatch is in flight."""
         return self._home == self.updates
 
+    @property
+    def updates_in_flight(self) -> int:
+        """The updates that have begun and that this rank makes only when it goes on, or flushes."""
+        return sum(action.kind is Kind.UPDATE for action in self.drain())
+
     def next_update(self) -> tuple[Action, ...]:
         """Returns the actions of one more update; what it leaves in flight is finished in the next one."""
         if self._first is None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import sys
+import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -446,9 +447,14 @@ class Engine:
         return tuple(Record(*record) for records in gathered for record in records)
 
     def close(self) -> None:
-        """Destroys the engine's process groups; the last engine open also leaves the world that it joined."""
+        """Destroys the engine's process groups; the last engine open also leaves the world that it joined.
+
+        It does not flush. It warns of updates that are still in flight, unless an exception is on its way.
+        """
         if self._calls.is_closed:
             return
+        if sys.exc_info()[0] is None:
+            self._warn_of_updates_in_flight("was closed", stacklevel=3)
         self._calls.close()
         if self._calls.is_broken:
             return
@@ -485,6 +491,16 @@ class Engine:
     def _tell_of(self, error: BaseException) -> None:
         """Tells ranks that may wait for this one that its program failed outside of the engine's calls."""
         self._calls.tell(error, f"after {self.updates} updates")
+
+    def _warn_of_updates_in_flight(self, how: str, *, stacklevel: int) -> None:
+        count = 0 if self._calls.is_broken else self._actions.updates_in_flight
+        if count:
+            warnings.warn(
+                f"the engine of {self.job.name_of(self.rank)} {how} with {counted(count, 'update')} in "
+                "flight, which will not be made; call engine.flush() after the last step, or make the engine "
+                "in a with statement, which flushes at its end",
+                stacklevel=stacklevel,
+            )
 
     def _require_evaluation(self) -> None:
         if self.job.evaluation:
@@ -528,4 +544,6 @@ def _close_at_exit(known: weakref.ref[Engine]) -> None:
     if engine._actions.is_empty or engine._calls.is_broken:
         engine.close()
     else:
+        if error is None:
+            engine._warn_of_updates_in_flight("was left", stacklevel=1)
         engine._calls.leave_torn()

@@ -1,11 +1,17 @@
 """Run by torchrun: the last rank is done after an evaluation, while the first is busy for SECONDS.
 
 torchrun --nproc-per-node 2 closes.py SECONDS RESULT.txt
+
+Then an engine is closed with updates in flight, one while an error is on its way and one otherwise. The first
+rank adds what it is warned of.
 """
 
 import sys
 import time
+import warnings
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,6 +34,25 @@ def main() -> None:
     engine.close()
     if engine.rank == 1:
         Path(sys.argv[2]).write_text(str(time.monotonic() - began))
+    for fails in (True, False):
+        told = warned_of(pipe, batch, fails=fails)
+        if engine.rank == 0:
+            Path(f"{sys.argv[2]}.{fails}").write_text("\n".join(told))
+
+
+def warned_of(pipe: pd2bw_fx.Pipeline, batch: Any, *, fails: bool) -> list[str]:
+    engine = pipe.engine(optimizer=lambda p: torch.optim.SGD(p, lr=0.1), microbatches_per_update=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            engine.step(batch)
+        with suppress(ArithmeticError):
+            try:
+                if fails:
+                    raise ArithmeticError
+            finally:
+                engine.close()
+    return [str(warning.message) for warning in caught]
 
 
 if __name__ == "__main__":
