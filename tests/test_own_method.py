@@ -222,6 +222,19 @@ class NeverEmpty(TwoBuffered):
         return super().turns(shape, stage, updates, drain=drain, empty_before=0)
 
 
+class WrongLater(InWaves):
+    """Leaves out a backward of its seventh update."""
+
+    name = "wrong later"
+
+    def turns(
+        self, shape: Shape, stage: int, updates: range, *, drain: bool, empty_before: int
+    ) -> Iterator[tuple[Kind, int]]:
+        left_out = (Kind.BACKWARD, 6 * shape.microbatches_per_update)
+        turns = super().turns(shape, stage, updates, drain=drain, empty_before=empty_before)
+        yield from (turn for turn in turns if turn != left_out)
+
+
 @pytest.mark.parametrize(
     ("method", "complaint"),
     [
@@ -231,6 +244,7 @@ class NeverEmpty(TwoBuffered):
         (SaidToBeEmpty(), r"is_synchronous says that no update leaves anything in flight: rank 0 ends"),
         (FillsAgain(), r"asked for one update after another: rank 0, action 10, F4.*: 3 microbatches"),
         (NeverEmpty(), r"and flushed after the first: rank 0, action 17, RB1\(stage 0.*: it was done before"),
+        (WrongLater(), r"F27\(stage 0, W6\): 2 microbatches are in flight"),
     ],
     ids=lambda given: given.name if isinstance(given, StageMethod) else "",
 )
