@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from pd2bw_fx.arguments import require_choice
+from pd2bw_fx.arguments import require_choice, with_known_options
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.costs import Costs, MemoryModel
@@ -32,6 +32,7 @@ _UPDATES_SHOWN = 3
 
 
 @takes_onnx_too
+@with_known_options
 @one_at_a_time
 def split(
     model: nn.Module | ExportedProgram | Pipeline,

@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, ParamSpec, Protocol, overload
 
+from pd2bw_fx.arguments import with_known_options
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.costs import MemoryModel
@@ -31,6 +32,7 @@ P = ParamSpec("P")
 _INFERENCE = MemoryModel(weight_versions=1, gradient_copies=0, optimizer_copies=0)
 
 
+@with_known_options
 def split_onnx(
     path: str | Path,
     folder: str | Path | None = None,

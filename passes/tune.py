@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pd2bw_fx.arguments import plain, require_choice, require_kind, require_search, require_whole_number
+from pd2bw_fx.arguments import (
+    plain,
+    require_choice,
+    require_kind,
+    require_search,
+    require_whole_number,
+    with_known_options,
+)
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.containers import look_into_dataclasses
@@ -26,6 +33,7 @@ from .trace import find_example_inputs
 from .trace_and_profile import Inputs, Pricing, trace_and_profile
 
 
+@with_known_options
 def tune(
     model: nn.Module,
     example_args: Sequence[Any] | Tensor | None = None,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import math
 import numbers
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from pd2bw_fx.errors import InputError, shown
 
@@ -97,6 +98,51 @@ def options_of(function: Callable[..., Any]) -> list[str]:
     """What a function takes by name alone."""
     parameters = inspect.signature(function).parameters.values()
     return [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+C = TypeVar("C", bound=type)
+
+
+def with_known_options(function: Callable[P, R]) -> Callable[P, R]:
+    """Makes a public function refuse names that it does not take, by `require_known_options`.
+
+    One that hands on further options checks those itself; of it only a name is refused that was meant for
+    one that is required.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    kinds = inspect.Parameter
+    known = [
+        each.name for each in parameters if each.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
+    ]
+    known = [name for name in known if name not in ("self", "cls")]
+    hands_on = any(each.kind is kinds.VAR_KEYWORD for each in parameters)
+    required = [
+        each.name for each in parameters if each.kind is kinds.KEYWORD_ONLY and each.default is kinds.empty
+    ]
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        given = [name for name in kwargs if name not in known]
+        if given and hands_on:
+            missing = [name for name in required if name not in kwargs]
+            given = [name for name in given if difflib.get_close_matches(name, missing)]
+        if given:
+            require_known_options(_called(function), given, known)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def made_with_known_options(made: C) -> C:
+    """Makes a dataclass refuse names of fields that it does not have, as `with_known_options` does."""
+    made.__init__ = with_known_options(made.__init__)  # type: ignore[misc]
+    return made
+
+
+def _called(function: Callable[..., Any]) -> str:
+    return function.__qualname__.removesuffix(".__init__")
 
 
 def require_kind(name: str, value: Any, kind: type | tuple[type, ...], expected: str) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pd2bw_fx.actions import Kind
+from pd2bw_fx.arguments import with_known_options
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.errors import InfeasibleError, InputError, Pd2bwError
 from pd2bw_fx.passes.schedule import METHODS, Placing, training_methods
@@ -106,6 +107,7 @@ class Training:
     rounds: int = 1
 
 
+@with_known_options
 def compare(
     model: nn.Module,
     cluster: Cluster,

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from pd2bw_fx.arguments import plain, require_kind
+from pd2bw_fx.arguments import made_with_known_options, plain, require_kind
 from pd2bw_fx.errors import InputError, shown
 
 
+@made_with_known_options
 @dataclass(frozen=True, slots=True)
 class Constraints:
     """Constraints that a plan satisfies, or is refused.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self, TypeAlias
 
-from pd2bw_fx.arguments import make_plain, require_whole_number
+from pd2bw_fx.arguments import made_with_known_options, make_plain, require_whole_number
 from pd2bw_fx.units import counted
 
 Work: TypeAlias = tuple[float, float]  # arithmetic operations, and bytes of memory traffic
@@ -134,6 +134,7 @@ class Kept:
     flushes: bool = False  # nothing is in flight while the optimizer steps; else one less than `in_flight`
 
 
+@made_with_known_options
 @dataclass(frozen=True, slots=True)
 class MemoryModel:
     """The copies of each trainable parameter that a method and an optimizer keep on a stage's device.

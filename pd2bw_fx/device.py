@@ -8,12 +8,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pd2bw_fx.arguments import make_plain
+from pd2bw_fx.arguments import made_with_known_options, make_plain
 from pd2bw_fx.cluster_file import KINDS, USUAL_RATES, require_few
 from pd2bw_fx.errors import ClusterError, shown
 from pd2bw_fx.units import parse_bytes
 
 
+@made_with_known_options
 @dataclass(frozen=True, slots=True)
 class Device:
     """One accelerator or one CPU process.

@@ -17,6 +17,7 @@ from pd2bw_fx.arguments import (
     require_known_options,
     require_path,
     require_whole_number,
+    with_known_options,
 )
 from pd2bw_fx.batch import BatchLayout
 from pd2bw_fx.cluster import Cluster
@@ -200,6 +201,7 @@ class Pipeline:
         priced_with = {name: known[name] for name in ("memory_model", "constraints") if name in known}
         return check_given_plan(plan, problem, self.cluster, **priced_with)
 
+    @with_known_options
     def verify(
         self,
         model: nn.Module | None = None,
@@ -248,6 +250,7 @@ class Pipeline:
         """
         save_pipeline(self, folder)
 
+    @with_known_options
     def export_onnx(
         self,
         folder: str | Path,
@@ -352,6 +355,7 @@ class Pipeline:
         """
         return shape_for(self, request or RunRequest(), self.plan)
 
+    @with_known_options
     def report(self, path: str | Path, *, metrics: Metrics | None = None) -> None:
         """Writes one HTML page that needs no network: the plan, its graph, its time and memory, its code.
 
@@ -369,6 +373,7 @@ class Pipeline:
         with writing(path) as file:
             file.write_text(page, encoding="utf-8")
 
+    @with_known_options
     def draw(self, part: Part, path: str | Path | None = None, *, metrics: Metrics | None = None) -> Picture:
         """Returns one of the report's pictures, which a notebook shows, and writes it to `path`, if given.
 
@@ -397,6 +402,7 @@ class Pipeline:
             slack="auto",
         )
 
+    @with_known_options
     def engine(
         self,
         *,
@@ -421,6 +427,7 @@ class Pipeline:
             **options,
         )
 
+    @with_known_options
     def train_local(
         self,
         batches: Iterable[Any],
@@ -473,6 +480,7 @@ class Pipeline:
         return f"<Pipeline of {self.graph.model_name}: {self.plan.num_stages} stages>"
 
 
+@with_known_options
 def load(folder: str | Path, *, edited: bool = False) -> Pipeline:
     """Loads a pipeline that `Pipeline.save` wrote; it does not need the original model's code.
 

@@ -104,6 +104,26 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
         lambda: pipe().explain(time_limit=4),
         InputError,
     ),
+    "num_stage is no option of split; did you mean num_stages": (
+        lambda: split(nn.Linear(4, 4), num_stage=2),  # type: ignore[call-arg]
+        InputError,
+    ),
+    "pins is no option of Constraints; known are stage_of, device_of, together, whole, memory_bytes": (
+        lambda: Constraints(pins={}),  # type: ignore[call-arg]
+        InputError,
+    ),
+    "optimiser is no option of Pipeline.train_local; did you mean optimizer": (
+        lambda: pipe().train_local([], optimiser=torch.optim.Adam),  # type: ignore[call-arg]
+        InputError,
+    ),
+    "optimiser is no option of Engine.from_pipeline; did you mean optimizer": (
+        lambda: Engine.from_pipeline(None, optimiser=torch.optim.Adam),  # type: ignore[call-arg]
+        InputError,
+    ),
+    "batchsize is no option of sweep; did you mean batch_size": (
+        lambda: sweep({1: PROBLEM}, CLUSTER, batchsize=2),  # type: ignore[call-arg]
+        InputError,
+    ),
     "updates is no option of simulate; did you mean num_updates": (
         lambda: pipe().simulate(updates=4),
         InputError,

@@ -109,6 +109,10 @@ def _bottleneck(blocks: Any, reads: Any, stages: Any) -> float:
     ("wishes", "message"),
     [
         ({"stage_of": {"layers.7": 0}}, "called 'layers.7'; did you mean 'layers"),
+        (
+            {"whole": ("layer.*",)},
+            r"called 'layer\.\*'; `\*` stands for one part of a path, .*; did you mean 'layers\.\*'",
+        ),
         ({"stage_of": {"op1": 3}}, "'op1' is pinned to stage 3; the stages are 0 to 2"),
         ({"device_of": {"op1": "cpu:9"}}, "no device 'cpu:9'; it has cpu:0, cpu:1, cpu:2"),
         ({"stage_of": {"layers.1": 0, "op3": 1}}, "'op3' is pinned to stage 0 as 'layers.1' and to stage 1"),

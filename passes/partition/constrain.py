@@ -132,9 +132,22 @@ class _Names:
         matching = [path for path in self.paths if expression.fullmatch(path)]
         if matching:
             return matching
-        close = difflib.get_close_matches(pattern, [*self.paths, *self.block_of], n=3)
+        close = difflib.get_close_matches(pattern, self._like(pattern), n=3)
         hint = f"did you mean {' or '.join(map(repr, close))}?" if close else "see OperatorGraph.operators"
+        if re.search(r"[*?\[]", pattern):
+            hint = f"`*` stands for one part of a path, and there is no other wildcard; {hint}"
         raise InputError(f"no operator and no module with operators is called {pattern!r}; {hint}")
+
+    def _like(self, pattern: str) -> list[str]:
+        """Returns the names there are, with the pattern's `*` in the same places of a path."""
+        wanted = pattern.split(".")
+        found = list(self.block_of)
+        for path in self.paths:
+            parts = path.split(".")
+            if len(parts) == len(wanted):
+                parts = ["*" if own == "*" else part for own, part in zip(wanted, parts, strict=True)]
+            found.append(".".join(parts))
+        return list(dict.fromkeys(found))
 
 
 def _renamed(blocks: Iterable[str], joined_name: Mapping[str, str]) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pd2bw_fx.arguments import plain, require_kind, require_search, require_whole_number
+from pd2bw_fx.arguments import plain, require_kind, require_search, require_whole_number, with_known_options
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.errors import InfeasibleError, InputError, SolverError
@@ -61,6 +61,7 @@ class _Candidate:
         )
 
 
+@with_known_options
 def sweep(
     problems: Mapping[int, Problem],
     cluster: Cluster,

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pd2bw_fx.actions import RunRequest
-from pd2bw_fx.arguments import require_path
+from pd2bw_fx.arguments import require_path, with_known_options
 from pd2bw_fx.errors import InputError, WorkerError
 from pd2bw_fx.metrics import Record
 from pd2bw_fx.runtime.action_stream import ActionStream
@@ -143,6 +143,7 @@ class Engine:
         self._draw_by(agreed_seed(options.seed, self._control))
 
     @classmethod
+    @with_known_options
     def from_pipeline(
         cls,
         pipeline: Pipeline | None,
