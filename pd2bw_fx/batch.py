@@ -22,7 +22,7 @@ from pd2bw_fx.model_arguments import forward_signature
 from pd2bw_fx.names import free_name, name_of_path
 from pd2bw_fx.plain_values import PlainValue, plain_values, require_plain
 from pd2bw_fx.size_range import ANY_SIZE, SizeRange
-from pd2bw_fx.units import counted
+from pd2bw_fx.units import counted, were
 
 TARGETS = "targets"
 _TOO_FEW = "leave such a batch out, as DataLoader(drop_last=True) does, or add samples of another"
@@ -169,7 +169,8 @@ class BatchLayout:
             return [self.flatten(batch)]
         if len(batch) != num_microbatches:
             raise InputError(
-                f"{len(batch)} microbatches were given, and an update has {num_microbatches}; pass as many"
+                f"{counted(len(batch), 'microbatch')} {were(len(batch))} given, and an update has "
+                f"{num_microbatches}; pass as many"
             )
         return [self.flatten(one) for one in batch]
 
@@ -272,7 +273,9 @@ class BatchLayout:
             by_name = [name for name in known if name not in (*self.arguments, TARGETS)]
             advice = f", of which {', '.join(by_name)} by name alone: give a dict" if by_name else ""
             count = len(batch) + len(targets)
-            raise InputError(f"the batch has {count} entries; the model takes {self._listing()}{advice}")
+            raise InputError(
+                f"the batch has {counted(count, 'entry')}; the model takes {self._listing()}{advice}"
+            )
         call = dict(zip(self._argument_names(len(batch)), batch, strict=True))
         if targets and TARGETS in call:
             raise InputError(
@@ -385,7 +388,7 @@ def _require_equal_pieces(first: BatchInput, size: int, num_microbatches: int, r
         fewer = max(number for number in range(1, num_microbatches) if size % number == 0)
         other = f"set microbatches_per_update={fewer}, " if fewer > 1 else ""
         raise InputError(
-            f"{first.quoted} has {size} samples, which cannot be cut into {num_microbatches} equal "
+            f"{first.quoted} has {counted(size, 'sample')}, which cannot be cut into {num_microbatches} equal "
             f"microbatches; pass a multiple of {num_microbatches}, {other}or pass Microbatches that "
             "you have cut"
         )
@@ -394,7 +397,7 @@ def _require_equal_pieces(first: BatchInput, size: int, num_microbatches: int, r
         nearest = num_microbatches * right.nearest(each)
         cut = f", {each} in each of {num_microbatches} microbatches" if num_microbatches > 1 else ""
         raise InputError(
-            f"{first.quoted} has {size} samples{cut}; the model was traced for {right}: pass {nearest} "
+            f"{first.quoted} has {counted(size, 'sample')}{cut}; the model was traced for {right}: pass {nearest} "
             "samples, or split it with other example inputs"
         )
 

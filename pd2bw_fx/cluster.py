@@ -16,7 +16,7 @@ from pd2bw_fx.cluster_file import parts_of, require_few
 from pd2bw_fx.device import Device, checked_devices
 from pd2bw_fx.errors import ClusterError, shown
 from pd2bw_fx.machine import cores_each, gpu_memory_bytes, machine_memory_bytes, num_gpus, num_threads
-from pd2bw_fx.units import parse_bytes
+from pd2bw_fx.units import counted, parse_bytes
 
 # What a gloo pair on one host does; measured links come from a cluster file.
 LOCAL_BYTES_PER_S = 2e9
@@ -285,10 +285,13 @@ def _check_matrix(
 ) -> None:
     size = len(devices)
     if len(matrix) != size:
-        raise ClusterError(f"{key} has {len(matrix)} rows for {size} devices; it needs one row a device")
+        raise ClusterError(
+            f"{key} has {counted(len(matrix), 'row')} for {counted(size, 'device')}; it needs one row a "
+            "device"
+        )
     for a, row in enumerate(matrix):
         if len(row) != size:
-            raise ClusterError(f"{key}[{a}] has {len(row)} entries for {size} devices")
+            raise ClusterError(f"{key}[{a}] has {counted(len(row), 'entry')} for {counted(size, 'device')}")
         # In a large cluster most links are alike, and a check of each would take long.
         if _are_numbers(row) and all(_is_link(value, zero_allowed) for value in {*_others(row, a)}):
             continue

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pd2bw_fx.strides import order_of, packed, unpacked
+from pd2bw_fx.units import counted
 
 _ORDERS, _COMPLEX = "orders", "complex"  # in a file's metadata
 
@@ -63,7 +64,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     for name in orders.keys() & found.keys():
         order, tensor = tuple(orders[name]), found[name]
         if sorted(order) != list(range(tensor.dim())):
-            raise ValueError(f"{name!r} has {tensor.dim()} dimensions, and their order is {order}")
+            raise ValueError(f"{name!r} has {counted(tensor.dim(), 'dimension')}, and their order is {order}")
         found[name] = unpacked(packed(tensor, order).contiguous(), order)
     return found
 

@@ -39,6 +39,7 @@ from pd2bw_fx.runtime.loss import Loss
 from pd2bw_fx.runtime.optimizing import ParameterOptions
 from pd2bw_fx.runtime.options import Precision
 from pd2bw_fx.tensor_files import save_tensors
+from pd2bw_fx.units import counted
 
 _REPORTS_A_RUN = 20
 # A rank looks for modules where this package is, and not first in the working directory, as `-m` would: a
@@ -200,7 +201,7 @@ def run_training(
             first = engine.load_checkpoint(options.checkpoint)
             earlier = _measured_before(options.metrics)
             left = "goes on" if first < options.num_updates else "nothing is left to do"
-            _say(f"{options.checkpoint} has {first} updates: {left}", engine, options)
+            _say(f"{options.checkpoint} has {counted(first, 'update')}: {left}", engine, options)
         losses, told_s = [], [time.perf_counter()]
         with _Reports(engine, first, options, console) as reports:
             for batch in itertools.islice(batches, max(0, options.num_updates - first)):
@@ -219,7 +220,11 @@ def run_training(
                 )
             raise InputError("the data gave no batch; --data must name something that gives an iterable")
         if engine.updates < options.num_updates:
-            _say(f"the data ended after {engine.updates} of {options.num_updates} updates", engine, options)
+            _say(
+                f"the data ended after {engine.updates} of {counted(options.num_updates, 'update')}",
+                engine,
+                options,
+            )
         if losses and options.checkpoint is not None and engine.updates % options.checkpoint_every:
             engine.save_checkpoint(options.checkpoint)
         weights = engine.state_dict()

@@ -38,8 +38,22 @@ def parse_bytes(text: int | float | str) -> int:
 
 
 def counted(number: int, noun: str) -> str:
-    """ "1 block", "2 blocks", "3 microbatches"."""
-    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("ch") else "s")
+    """ "1 block", "2 blocks", "3 microbatches", "4 entries"."""
+    if number == 1:
+        return f"1 {noun}"
+    if noun.endswith("y") and noun[-2] not in "aeiou":
+        return f"{number} {noun[:-1]}ies"
+    return f"{number} {noun}{'es' if noun.endswith(('ch', 's', 'x')) else 's'}"
+
+
+def are(number: int) -> str:
+    """Returns the verb after a counted noun: "1 block is", "2 blocks are"."""
+    return "is" if number == 1 else "are"
+
+
+def were(number: int) -> str:
+    """ "1 block was", "2 blocks were"."""
+    return "was" if number == 1 else "were"
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -119,7 +119,7 @@ def _bottleneck(blocks: Any, reads: Any, stages: Any) -> float:
         ({"stage_of": {"op1": 2, "op4": 1}}, "'op4' is pinned to stage 1 .* 'op1', pinned to stage 2"),
         ({"stage_of": {"op1": 0, "op2": 1}, "together": (("op1", "op2"),)}, "kept together"),
         ({"device_of": {"layers.0": 0, "op1": 1}}, "pinned to cpu:0 as 'layers.0' and to cpu:1 as 'op1'"),
-        ({"together": (("op0", "op5"),)}, "1 blocks are left for 3 stages"),
+        ({"together": (("op0", "op5"),)}, "1 block is left for 3 stages"),
         ({"together": ("op0", "op5")}, "give tuples of names"),
         ({"memory_bytes": {"cpu:0": "lots"}}, "'lots' is no number of bytes"),
         ({"device_of": {"op1": ()}}, r"device_of\['op1'\] names no device; one or more"),

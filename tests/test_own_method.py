@@ -239,7 +239,7 @@ class WrongLater(InWaves):
     ("method", "complaint"),
     [
         (Elsewhere(), r"rank 0, action 4, B1\(stage 7, W0\): there are stages 0 to 1"),
-        (Cramped(), r"F1\(stage 0, W0\): 1 microbatches are in flight, and its memory holds 1"),
+        (Cramped(), r"F1\(stage 0, W0\): 1 microbatch is in flight, and its memory holds 1"),
         (Swapped(), r"B5\(stage 0, W0\): its forward ran on W1"),
         (SaidToBeEmpty(), r"is_synchronous says that no update leaves anything in flight: rank 0 ends"),
         (FillsAgain(), r"asked for one update after another: rank 0, action 10, F4.*: 3 microbatches"),

@@ -203,7 +203,7 @@ def _with_value(**changes: Any) -> Problem:
 @pytest.mark.parametrize(
     ("problem", "message"),
     [
-        (_with_block(forward_s=(1.0,)), "block 'b0': forward_s has 1 entries for 2 devices"),
+        (_with_block(forward_s=(1.0,)), "block 'b0': forward_s has 1 entry for 2 devices"),
         (_with_block(forward_s=(1.0, math.nan)), r"block 'b0': forward_s\[1\] is nan"),
         (_with_block(backward_s=(1.0, -2.0)), r"block 'b0': backward_s\[1\] is -2.0"),
         (_with_block(backward_s=(math.inf, 2.0)), r"block 'b0': backward_s\[0\] is inf"),

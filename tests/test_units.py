@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pd2bw_fx.units import counted, format_bytes, format_seconds, parse_bytes
+from pd2bw_fx.units import are, counted, format_bytes, format_seconds, parse_bytes, were
 
 
 @pytest.mark.parametrize(
@@ -41,3 +41,9 @@ def test_sizes_are_read_as_written() -> None:
 def test_one_of_a_thing_has_no_plural() -> None:
     assert counted(1, "microbatch") == "1 microbatch"
     assert [counted(0, "block"), counted(2, "microbatch")] == ["0 blocks", "2 microbatches"]
+    assert [counted(2, noun) for noun in ("entry", "array", "process")] == [
+        "2 entries",
+        "2 arrays",
+        "2 processes",
+    ]
+    assert [f"{are(n)} {were(n)}" for n in (0, 1, 2)] == ["are were", "is was", "are were"]

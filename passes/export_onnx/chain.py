@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pd2bw_fx.errors import ExportError, InputError
 from pd2bw_fx.onnx_session import Array, open_session, run_failure
+from pd2bw_fx.units import counted
 
 from .batched import batch_place, batch_symbol
 from .run import named_inputs, onnx_manifest, require_batch_size
@@ -127,7 +128,9 @@ def _cut(
     batched = {name: axis for name, axis in places.items() if axis is not None}
     fewest = min(fed[name].shape[axis] for name, axis in batched.items())
     if fewest < num_microbatches:
-        raise InputError(f"{fewest} samples cannot be cut into {num_microbatches} microbatches")
+        raise InputError(
+            f"{counted(fewest, 'sample')} cannot be cut into {counted(num_microbatches, 'microbatch')}"
+        )
     pieces = {name: np.array_split(fed[name], num_microbatches, axis) for name, axis in batched.items()}
     return [{name: pieces[name][m] if name in batched else array for name, array in fed.items()}
             for m in range(num_microbatches)]  # fmt: skip

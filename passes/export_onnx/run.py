@@ -16,6 +16,7 @@ from pd2bw_fx.modes import has_one_mode
 from pd2bw_fx.onnx_session import Array, first_line, open_session, run_failure, to_array
 from pd2bw_fx.size_range import SizeRange
 from pd2bw_fx.stage import StageProgram
+from pd2bw_fx.units import counted
 
 from .batched import batch_symbol
 
@@ -112,8 +113,9 @@ def require_batch_size(
             cut = f" in one of {num_microbatches} microbatches" if num_microbatches > 1 else ""
             nearest = right.nearest(shape[0])
             raise InputError(
-                f"{entry['name']!r} has {shape[0]} samples{cut}; the model was traced for {right}: pass "
-                f"{nearest}{' for each' if cut else ' samples'}, or export it from other example inputs"
+                f"{entry['name']!r} has {counted(shape[0], 'sample')}{cut}; the model was traced for "
+                f"{right}: pass {nearest}{' for each' if cut else ' samples'}, or export it from other "
+                "example inputs"
             )
 
 

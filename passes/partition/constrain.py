@@ -18,7 +18,7 @@ from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.problem import Block, Problem, Value
-from pd2bw_fx.units import parse_bytes
+from pd2bw_fx.units import are, counted, parse_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +89,12 @@ def constrain(
     for name, given in constraints.device_of.items():
         pins += pinned(name, None, devices_meant(cluster, given))
     _check_pins(joined, limited, pins)
-    if len(joined.blocks) < num_stages:
+    left = len(joined.blocks)
+    if left < num_stages:
         raise InputError(
-            f"with what is to stay together {len(joined.blocks)} blocks are left for {num_stages} stages; "
-            f"keep less together, or use num_stages={len(joined.blocks)}"
+            f"with what is to stay together {counted(left, 'block')} {are(left)} left for "
+            f"{counted(num_stages, 'stage')}; "
+            f"keep less together, or use num_stages={left}"
         )
     return Constrained(joined, limited, tuple(pins))
 

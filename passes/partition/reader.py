@@ -15,6 +15,7 @@ from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.costs import Kept, MemoryModel
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.problem import Block, Problem, Value
+from pd2bw_fx.units import counted
 
 from .constrain import Pin
 from .instance import Flags, Floats, Instance, Net, SharedBytes
@@ -44,7 +45,8 @@ def _check_block(block: Block, problem: Problem, num_devices: int) -> None:
         costs: tuple[float, ...] = getattr(block, key)
         if len(costs) != num_devices:
             raise InputError(
-                f"block {block.name!r}: {key} has {len(costs)} entries for {num_devices} devices; "
+                f"block {block.name!r}: {key} has {counted(len(costs), 'entry')} for "
+                f"{counted(num_devices, 'device')}; "
                 "give one for each device of the cluster"
             )
         for device, cost in enumerate(costs):

@@ -171,8 +171,8 @@ def _require_room(
     most = max(len(problem.blocks) for problem in problems.values())
     if least > most:
         raise InputError(
-            f"num_stages={(*num_stages,)} for a model of {most} blocks that can be apart; a stage needs at "
-            f"least one, so at most {most}"
+            f"num_stages={(*num_stages,)} for a model of {counted(most, 'block')} that can be apart; a "
+            f"stage needs at least one, so at most {most}"
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from pd2bw_fx.actions import Action, Kind, Schedule, Shape, prerequisites
 from pd2bw_fx.errors import ScheduleError
+from pd2bw_fx.units import are, counted
 
 from .method import Method
 from .methods import METHODS
@@ -132,7 +133,10 @@ class _StageCheck:
         if kind is not Kind.FORWARD and self._keeps_versions and action.version != self.open[microbatch]:
             return f"its forward ran on W{self.open[microbatch]}, which backwards run on too"
         if kind is Kind.FORWARD and self.limit is not None and len(self.open) >= self.limit:
-            return f"{len(self.open)} microbatches are in flight, and its memory holds {self.limit}"
+            return (
+                f"{counted(len(self.open), 'microbatch')} {are(len(self.open))} in flight, and its memory "
+                f"holds {self.limit}"
+            )
         return None
 
     def _trouble_with_method(self, action: Action) -> str | None:

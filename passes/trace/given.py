@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from pd2bw_fx.errors import InputError, TraceError
 from pd2bw_fx.names import free_name
 from pd2bw_fx.traced import Traced, TraceReport
+from pd2bw_fx.units import counted
 
 from .exported import batch_sizes
 from .program import loss_place, named_outputs
@@ -37,7 +38,8 @@ def accept_exported(program: ExportedProgram) -> Traced:
     leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if len(leaves) != len(names):
         raise InputError(
-            f"the ExportedProgram carries {len(leaves)} example tensors for {len(names)} inputs; expected "
+            f"the ExportedProgram carries {counted(len(leaves), 'example tensor')} for "
+            f"{counted(len(names), 'input')}; expected "
             "one each: export it with example inputs, or pass the model itself"
         )
     kept = [

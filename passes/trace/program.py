@@ -13,6 +13,7 @@ from torch import fx, nn
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.names import free_name
 from pd2bw_fx.traced import name_beside
+from pd2bw_fx.units import counted
 
 from .checks.remade_parameters import Remade, copied, require_no_gradient, require_values
 from .checks.tensor_attributes import carry_attributes
@@ -298,7 +299,8 @@ def _check_loss(loss: Any) -> None:
         return
     found, advice = f"a {type(loss).__name__}", "return the loss"
     if isinstance(loss, torch.Tensor):
-        found, advice = f"a {loss.dtype} tensor of {loss.dim()} dimensions", "try a mean over the batch"
+        found = f"a {loss.dtype} tensor of {counted(loss.dim(), 'dimension')}"
+        advice = "try a mean over the batch"
     elif _has_keys(loss) or isinstance(loss, (tuple, list)):
         names = ["".join(path[:1]) for path, _ in _leaves(loss, ())]
         found += f" of {', '.join(map(repr, names)) if _has_keys(loss) else len(loss)}"

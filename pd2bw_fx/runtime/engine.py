@@ -55,7 +55,7 @@ from pd2bw_fx.runtime.world import (
     job_of_this_rank,
     local_device,
 )
-from pd2bw_fx.units import counted
+from pd2bw_fx.units import counted, were
 
 if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
@@ -282,10 +282,8 @@ class Engine:
         Raises InputError for another number of them than an update has.
         """
         update, expected = self.updates, self.job.microbatches_per_update
-        if len(microbatches) != expected:
-            raise InputError(
-                f"{counted(len(microbatches), 'microbatch')} were given; an update has {expected}"
-            )
+        if (given := len(microbatches)) != expected:
+            raise InputError(f"{counted(given, 'microbatch')} {were(given)} given; an update has {expected}")
         with self._calls.shared(f"in update {update}", on=sizes_of(microbatches)):
             self._add(microbatches, training=True)
             actions = self._actions.next_update()
@@ -392,8 +390,9 @@ class Engine:
             broken = self._weights.first_not_finite() if self._stop_at_nan else None
             if broken is not None:
                 raise WorkerError(
-                    f"{broken!r} is not finite after {self.updates} updates, and is not written over the "
-                    "checkpoints there are; try a lower learning rate, a warm-up or max_gradient_norm, or go "
+                    f"{broken!r} is not finite after {counted(self.updates, 'update')}, and is not "
+                    "written over the checkpoints there are; try a lower learning rate, a warm-up or "
+                    "max_gradient_norm, or go "
                     "on regardless with stop_at_nan=False"
                 )
             shape = job.shape
@@ -491,7 +490,7 @@ class Engine:
 
     def _tell_of(self, error: BaseException) -> None:
         """Tells ranks that may wait for this one that its program failed outside of the engine's calls."""
-        self._calls.tell(error, f"after {self.updates} updates")
+        self._calls.tell(error, f"after {counted(self.updates, 'update')}")
 
     def _warn_of_updates_in_flight(self, how: str, *, stacklevel: int) -> None:
         count = 0 if self._calls.is_broken else self._actions.updates_in_flight

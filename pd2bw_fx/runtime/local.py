@@ -29,6 +29,7 @@ from pd2bw_fx.runtime.nursery import nursery, require_no_worker
 from pd2bw_fx.runtime.optimizing import OptimizerFactory
 from pd2bw_fx.runtime.options import EngineOptions
 from pd2bw_fx.runtime.world import local_device
+from pd2bw_fx.units import counted, were
 
 if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
@@ -144,4 +145,7 @@ def _keep_weights(pipeline: Pipeline, run: LocalRun, error: BaseException) -> No
         raise
     else:
         pipeline.load_state_dict(result.tensors)
-        error.add_note(f"the pipeline has the weights after the {len(result.losses)} updates that were given")
+        given = len(result.losses)
+        error.add_note(
+            f"the pipeline has the weights after the {counted(given, 'update')} that {were(given)} given"
+        )

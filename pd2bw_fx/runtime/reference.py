@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from pd2bw_fx.batch import Microbatches
 from pd2bw_fx.containers import look_into_dataclasses
 from pd2bw_fx.errors import InputError
+from pd2bw_fx.units import counted, were
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,9 @@ def _cut(batch: Any, num_parts: int) -> list[Any]:
     """
     if isinstance(batch, Microbatches):
         if len(batch) != num_parts:
-            raise InputError(f"{len(batch)} microbatches were given, and an update has {num_parts}")
+            raise InputError(
+                f"{counted(len(batch), 'microbatch')} {were(len(batch))} given, and an update has {num_parts}"
+            )
         return list(batch)
     look_into_dataclasses(batch)
     leaves, shape = pytree.tree_flatten(batch)
@@ -124,7 +127,9 @@ def _cut(batch: Any, num_parts: int) -> list[Any]:
         for leaf in leaves
     ]
     if any(len(parts) != num_parts for parts in pieces):
-        raise InputError(f"the batch cannot be cut into {num_parts} microbatches; pass a larger one")
+        raise InputError(
+            f"the batch cannot be cut into {counted(num_parts, 'microbatch')}; pass a larger one"
+        )
     return [pytree.tree_unflatten(list(parts), shape) for parts in zip(*pieces, strict=True)]
 
 

@@ -19,7 +19,7 @@ from pd2bw_fx.runtime.job import Job, Planned, Work, jobs, work_for
 from pd2bw_fx.runtime.meeting import Meeting, meet
 from pd2bw_fx.runtime.watch import Watch
 from pd2bw_fx.runtime.wire import decoded, encoded
-from pd2bw_fx.units import counted
+from pd2bw_fx.units import are, counted
 
 if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
@@ -181,11 +181,11 @@ def _checked_work(pipeline: Pipeline, world_size: int, request: RunRequest) -> W
 
 
 def _wrong_size(num_stages: int, num_ranks: int, world_size: int) -> InputError:
-    has = f"has {num_stages} stages"
+    has = f"has {counted(num_stages, 'stage')}"
     if num_ranks != num_stages:
         has += f", which are trained on {num_ranks} ranks,"
     return InputError(
-        f"the pipeline {has} and there are {world_size} processes; start {num_ranks} "
+        f"the pipeline {has} and there {are(world_size)} {counted(world_size, 'process')}; start {num_ranks} "
         f"(torchrun --nproc-per-node {num_ranks}), or split for {world_size}"
     )
 

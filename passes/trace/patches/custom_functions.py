@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from pd2bw_fx.custom_function import CustomFunction, as_operator, draws
 from pd2bw_fx.errors import TraceError
 from pd2bw_fx.passes.trace.source_lines import one_line
+from pd2bw_fx.units import counted
 
 from .detached_data import DataIsDetached
 from .function_constants import write_out_constants
@@ -310,7 +311,10 @@ class _Traced:
         returned = self.cls.backward(self.context, *tensors[len(self.places) :])
         returned = returned if isinstance(returned, tuple) else (returned,)
         if len(returned) < len(self.args):
-            raise ValueError(f"its backward returns {len(returned)} gradients for {len(self.args)} arguments")
+            raise ValueError(
+                f"its backward returns {counted(len(returned), 'gradient')} for "
+                f"{counted(len(self.args), 'argument')}"
+            )
         return results, tuple(returned[place] for place in self.places)
 
     def _parts(self, joint: fx.Graph) -> tuple[fx.Graph, fx.Graph]:
