@@ -6,11 +6,11 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from pd2bw_fx.arguments import require_kind
 from pd2bw_fx.costs import Kept, MemoryModel, StageMemory
-from pd2bw_fx.errors import PlanMismatchError
+from pd2bw_fx.errors import InputError, PlanMismatchError
 from pd2bw_fx.problem import ParameterSize
 from pd2bw_fx.schema import check_against, schema_of
 from pd2bw_fx.units import counted, format_bytes, format_seconds
@@ -174,6 +174,13 @@ class Plan:
         near = "proven optimal" if self.gap <= 1e-9 else f"within {self.gap:.2%} of the optimum (proven)"
         count = f"{self.num_stages} stage{'s' * (self.num_stages > 1)}"
         return f"{near}: no plan of {count} is faster than {format_seconds(self.bound_s)}"
+
+    def explain(self, **_: Any) -> NoReturn:
+        """Raises InputError: a plan has neither the graph nor the costs; `Pipeline.explain` explains it."""
+        raise InputError(
+            "a plan by itself has neither the graph nor the costs that explain it; call explain() on its "
+            "pipeline: pipe.explain(), not pipe.plan.explain()"
+        )
 
     def __repr__(self) -> str:
         return str(self)

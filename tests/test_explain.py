@@ -9,7 +9,7 @@ import random
 import pytest
 
 from pd2bw_fx.cluster import Cluster
-from pd2bw_fx.errors import PlanMismatchError
+from pd2bw_fx.errors import InputError, PlanMismatchError
 from pd2bw_fx.passes.partition import check_plan, explain, partition, partition_replicated
 from pd2bw_fx.problem import Block, ParameterSize, Problem, Value
 
@@ -179,3 +179,10 @@ def test_plan_of_another_problem_is_refused() -> None:
     renamed = dataclasses.replace(problem.blocks[0], operators=("other",))
     with pytest.raises(PlanMismatchError, match="does not place operator 'other'"):
         explain(plan, dataclasses.replace(problem, blocks=(renamed, *problem.blocks[1:])), cluster)
+
+
+def test_a_plan_by_itself_says_what_explains_it() -> None:
+    plan = partition(drawn(0), Cluster.uniform(2, memory_bytes=10**9, bytes_per_s=10.0, latency_s=0.1))
+
+    with pytest.raises(InputError, match=r"call explain\(\) on its pipeline: pipe\.explain\(\)"):
+        plan.explain(time_limit_s=1.0)
