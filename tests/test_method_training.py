@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from pd2bw_fx import split
 from pd2bw_fx.actions import Shape
+from pd2bw_fx.errors import WorkerError
 from tests.torchrun import torchrun_of_forks
 
 
@@ -150,3 +154,40 @@ def test_precision_is_that_of_torchs_autocast_and_loss_scale(tmp_path: Path) -> 
         assert r["scales"][0] == r["scales"][1], run
         assert r["weights"] <= 1e-6, run
     assert result["fp16 64.0"]["scales"][0] < result["fp16 1.0"]["scales"][0]
+
+
+class Squares(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(torch.tanh(self.inner(x)) * x.amax(1, keepdim=True)).float().square().mean()
+
+
+def test_fp16_leaves_out_an_update_whose_loss_is_not_finite_where_it_may_go_on() -> None:
+    """As torch.amp.GradScaler does: the run is that of the other batches."""
+    torch.manual_seed(0)
+    model, batches = Squares(), [torch.randn(4, 4) for _ in range(5)]
+    too_large = [*batches[:2], batches[0] * 1e30, *batches[2:]]
+
+    def trained(given: list[Tensor], **options: Any) -> tuple[list[float], dict[str, Tensor]]:
+        pipe = split(model, given[0][:2], cluster=2, costs="analytic", method="1f1b", check=False)
+        result = pipe.train_local(
+            given, optimizer=sgd, microbatches_per_update=2, precision="fp16", **options
+        )
+        return list(result.losses), pipe.state_dict()
+
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.01)
+
+    with pytest.raises(
+        WorkerError, match=r"loss of update 2 .* is nan; try .* go on .* with stop_at_nan=False"
+    ):
+        trained(too_large)
+    losses, state = trained(too_large, stop_at_nan=False)
+    assert not math.isfinite(losses.pop(2))
+    expected, expected_state = trained(batches)
+    assert losses == pytest.approx(expected, rel=1e-3)
+    for name, tensor in state.items():
+        torch.testing.assert_close(tensor, expected_state[name], rtol=1e-3, atol=1e-5)

@@ -189,7 +189,8 @@ class Engine:
 
         - `on_report` is called on every rank with an `UpdateReport` for each update in order, once its loss
           has arrived: 4 updates later, or as many as there are ranks if that is more.
-        - `stop_at_nan` ends the run as many updates after a loss that is not finite.
+        - `stop_at_nan` ends the run as many updates after a loss that is not finite. If it is False, "fp16"
+          leaves such an update out.
         - `silence_s`: a rank that gives no sign of life for so long ends the ranks that wait for it (three
           times as long while engines are made; 0: never, and only `timeout_s` counts).
         - `timeout_s` (600 by default) is the longest wait for anything that another rank has to send.
