@@ -360,7 +360,7 @@ def test_so_is_the_models_own_and_a_value_for_each_sample_is_none(batch_size: in
 def test_a_loss_function_must_give_a_scalar_and_own_nothing_trainable() -> None:
     x, y = torch.randn(4, 4), torch.randint(0, 3, (4,))
 
-    with pytest.raises(InputError, match=r"float32 tensor of 1 dimensions, expected a floating-point scalar"):
+    with pytest.raises(InputError, match=r"float32 tensor of 1 dimension, expected a floating-point scalar"):
         trace(_mlp(), (x,), loss_fn=nn.CrossEntropyLoss(reduction="none"), targets=y)
     told = r"returned a dict of 'loss', 'size', expected .*; return the entry that is the loss alone"
     with pytest.raises(InputError, match=told):
