@@ -388,8 +388,8 @@ def _require_equal_pieces(first: BatchInput, size: int, num_microbatches: int, r
         fewer = max(number for number in range(1, num_microbatches) if size % number == 0)
         other = f"set microbatches_per_update={fewer}, " if fewer > 1 else ""
         raise InputError(
-            f"{first.quoted} has {counted(size, 'sample')}, which cannot be cut into {num_microbatches} equal "
-            f"microbatches; pass a multiple of {num_microbatches}, {other}or pass Microbatches that "
+            f"{first.quoted} has {counted(size, 'sample')}, which cannot be cut into {num_microbatches} "
+            f"equal microbatches; pass a multiple of {num_microbatches}, {other}or pass Microbatches that "
             "you have cut"
         )
     each = size // num_microbatches
@@ -397,8 +397,8 @@ def _require_equal_pieces(first: BatchInput, size: int, num_microbatches: int, r
         nearest = num_microbatches * right.nearest(each)
         cut = f", {each} in each of {num_microbatches} microbatches" if num_microbatches > 1 else ""
         raise InputError(
-            f"{first.quoted} has {counted(size, 'sample')}{cut}; the model was traced for {right}: pass {nearest} "
-            "samples, or split it with other example inputs"
+            f"{first.quoted} has {counted(size, 'sample')}{cut}; the model was traced for {right}: pass "
+            f"{nearest} samples, or split it with other example inputs"
         )
 
 
