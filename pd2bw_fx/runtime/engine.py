@@ -393,8 +393,7 @@ class Engine:
                 raise WorkerError(
                     f"{broken!r} is not finite after {counted(self.updates, 'update')}, and is not "
                     "written over the checkpoints there are; try a lower learning rate, a warm-up or "
-                    "max_gradient_norm, or go "
-                    "on regardless with stop_at_nan=False"
+                    "max_gradient_norm, or go on regardless with stop_at_nan=False"
                 )
             shape = job.shape
             header = Header(self.updates, job.method, shape.num_stages, job.num_ranks, self._seed)
