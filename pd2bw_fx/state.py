@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -102,7 +103,7 @@ def accepted(graph: OperatorGraph, given: Mapping[str, Tensor]) -> dict[str, Ten
     for name, tensor in given.items():
         spec = specs.get(name)
         if spec is None:
-            raise InputError(f"{graph.model_name} has no tensor named {name!r}")
+            raise InputError(f"{graph.model_name} has no tensor named {name!r}{_like(name, specs)}")
         if tuple(tensor.shape) != spec.spec.example_shape:
             raise InputError(
                 f"{name!r} has shape {tuple(tensor.shape)}, and {graph.model_name}'s has "
@@ -116,6 +117,15 @@ def accepted(graph: OperatorGraph, given: Mapping[str, Tensor]) -> dict[str, Ten
                 f"{name!r} is given other values than it has by another name; of one are {names}"
             )
     return taken
+
+
+def _like(name: str, known: Collection[str]) -> str:
+    """Returns which name was meant, for the end of a message: wrappers put prefixes in front of names."""
+    own = max((each for each in known if name.endswith(f".{each}")), key=len, default=None)
+    if own is not None:
+        return f"; expected {own!r}, without the prefix {name.removesuffix(own)!r}"
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def is_extra_state(name: str) -> bool:

@@ -42,7 +42,11 @@ def test_weights_take_the_models_type_and_go_to_all_their_names(pipe: pd2bw_fx.P
     ("tensors", "error"),
     [
         ({"head.weight": 3.0}, "tensors['head.weight'] is 3.0; a tensor was expected"),
-        ({"head.wait": torch.zeros(3)}, "GPT has no tensor named 'head.wait'"),
+        ({"head.weigh": torch.zeros(3)}, "GPT has no tensor named 'head.weigh'; did you mean 'head.weight'?"),
+        (
+            {"module.norm.bias": torch.zeros(16)},
+            "no tensor named 'module.norm.bias'; expected 'norm.bias', without the prefix 'module.'",
+        ),
         ({"head.weight": torch.zeros(3)}, "'head.weight' has shape (3,), and GPT's has (256, 16)"),
         (
             {name: torch.full((256, 16), float(place)) for place, name in enumerate(SHARED)},
