@@ -544,6 +544,6 @@ def _close_at_exit(known: weakref.ref[Engine]) -> None:
     if engine._actions.is_empty or engine._calls.is_broken:
         engine.close()
     else:
-        if error is None:
+        if error is None and not engine._calls.is_closed:  # close() has warned
             engine._warn_of_updates_in_flight("was left", stacklevel=1)
         engine._calls.leave_torn()

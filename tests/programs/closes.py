@@ -19,6 +19,9 @@ import pd2bw_fx
 from pd2bw_fx.models import build
 
 
+_closed: list[pd2bw_fx.Engine] = []  # they are there until the program ends
+
+
 def main() -> None:
     torch.manual_seed(0)
     model = build("mlp")
@@ -52,6 +55,7 @@ def warned_of(pipe: pd2bw_fx.Pipeline, batch: Any, *, fails: bool) -> list[str]:
                     raise ArithmeticError
             finally:
                 engine.close()
+    _closed.append(engine)
     return [str(warning.message) for warning in caught]
 
 
