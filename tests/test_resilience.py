@@ -111,7 +111,6 @@ def test_a_rank_that_is_done_keeps_its_connections_until_all_are(tmp_path: Path)
         "the engine of rank 0 (stage 0) was closed with 2 updates in flight, which will not be made; call "
         "engine.flush() after the last step, or make the engine in a with statement, which flushes at its end"
     )
-    assert "in flight" not in finished.stderr  # what close() has told is not told again at the end
 
 
 def test_ranks_with_different_numbers_of_batches_end_with_what_each_is_at() -> None:

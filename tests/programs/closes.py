@@ -9,6 +9,7 @@ rank adds what it is warned of.
 import sys
 import time
 import warnings
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,7 @@ import torch
 
 import pd2bw_fx
 from pd2bw_fx.models import build
-
-
-_closed: list[pd2bw_fx.Engine] = []  # they are there until the program ends
+from pd2bw_fx.runtime.engine import _close_at_exit
 
 
 def main() -> None:
@@ -55,7 +54,7 @@ def warned_of(pipe: pd2bw_fx.Pipeline, batch: Any, *, fails: bool) -> list[str]:
                     raise ArithmeticError
             finally:
                 engine.close()
-    _closed.append(engine)
+        _close_at_exit(weakref.ref(engine))  # as where the program ends then
     return [str(warning.message) for warning in caught]
 
 
