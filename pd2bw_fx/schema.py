@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import types
 import typing
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
 from pd2bw_fx.errors import PlanMismatchError, shown
+from pd2bw_fx.names import did_you_mean
 
 _NAMES: Mapping[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean"}
 
@@ -47,8 +47,7 @@ def check_against(schema: Mapping[str, Any], data: Any, where: str) -> None:
             raise PlanMismatchError(f"{where} has no {missing[0]!r}")
         for name in data:
             if name not in schema["properties"]:
-                near = difflib.get_close_matches(str(name), schema["properties"], n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
+                hint = did_you_mean(str(name), schema["properties"])
                 raise PlanMismatchError(f"{where} has {name!r}, which says nothing there{hint}")
         for name, of in schema["properties"].items():
             if name in data:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Collection, Iterable, Mapping
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import OperatorGraph, ParameterSpec
+from pd2bw_fx.names import did_you_mean
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by the bytes of an element
 
@@ -124,8 +124,7 @@ def _like(name: str, known: Collection[str]) -> str:
     own = max((each for each in known if name.endswith(f".{each}")), key=len, default=None)
     if own is not None:
         return f"; expected {own!r}, without the prefix {name.removesuffix(own)!r}"
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    return did_you_mean(name, known)
 
 
 def is_extra_state(name: str) -> bool:

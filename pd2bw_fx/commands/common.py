@@ -14,6 +14,7 @@ from pd2bw_fx.commands.options import add_planning, planning, planning_words
 from pd2bw_fx.errors import UsageError
 from pd2bw_fx.files import MANIFEST, require_onnx_file
 from pd2bw_fx.models import MODELS
+from pd2bw_fx.names import did_you_mean
 from pd2bw_fx.passes.schedule import method_of
 
 DEBUG_HELP = "show the traceback of an error"
@@ -145,10 +146,9 @@ def check_model_name(name: str) -> None:
     if name in MODELS:
         return
     if ":" not in name:
-        near = difflib.get_close_matches(name, MODELS, n=1)
         raise UsageError(
             f"{name!r} is no model of ours ({', '.join(sorted(MODELS))}), no folder, and not of the form "
-            "module:callable or file.py:callable" + (f"; did you mean {near[0]!r}?" if near else "")
+            f"module:callable or file.py:callable{did_you_mean(name, MODELS)}"
         )
     module_and_attribute(name)
 
