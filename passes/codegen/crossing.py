@@ -1,8 +1,8 @@
 """Names the values that cross between stages.
 
-A value has the name that the author or its reader gives it. Where another value has that name too, one in the
-middle of a module is called as the author does there, one that is kept under a second name has that, one that
-is put into a list is called after the list, and those that unlike modules make are called after the modules:
+A value has the name that the author or its reader gives it. Where another value has that name too, one that
+is put into a list is called after the list; one in the middle of a module is called as the author does
+there; one that is kept under a second name has that; those that unlike modules make are called after these:
 
 x = self.block(x)                            encoder: hidden = self.layer(hidden)
 skips.append(x)       x, x_2 -> skip, x      decoder: hidden = self.layer(hidden)
@@ -113,9 +113,11 @@ def _by_second_names(
         own = [node for node in stage.nodes if node in nodes]
         for node in own[:-1] or own:
             made = _line_of(tree, node, name)
+            if made is None:
+                continue
             later = stage.nodes[stage.nodes.index(node) + 1 :]
             lines = (line for other in later for line in _lines_of(other, name))
-            names = (second_name(line, name, made) for line in lines if made is not None)
+            names = (second_name(line, name, made) for line in lines)
             if (second := next(filter(None, names), None)) is not None:
                 found[node] = second.name
     return found
