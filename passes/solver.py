@@ -38,7 +38,6 @@ _REFUTING = {
 _EXACTLY = {"mip_feasibility_tolerance": 1e-9, "primal_feasibility_tolerance": 1e-9}
 # HiGHS 1.16 may stay in its presolve's probing for minutes, where it does not look at the clock.
 _NO_PROBING = {"presolve_rule_off": 2**15}
-_EXCESS_PRICE = 1e3  # of what exceeds a limit, where the largest price is 1
 Terms = Iterable[tuple[Variable, float]]
 
 # PuLP's interfaces to missing solvers keep the error of their import. Its traceback keeps the frames of
@@ -185,7 +184,7 @@ def _installed() -> list[str]:
     return sorted(found, key=lambda name: name != "highs")
 
 
-class _SilentHighs(highspy.Highs):  # type: ignore[misc]
+class SilentHighs(highspy.Highs):  # type: ignore[misc]
     """HiGHS without the banner that version 1.16 prints at creation: stdout may be for a plan as JSON."""
 
     def enableCallbacks(self) -> None:
@@ -231,7 +230,7 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
 
     def createAndConfigureSolver(self, lp: Any) -> None:
         """Builds the model as PuLP does, but silent from the beginning."""
-        lp.solverModel = _SilentHighs()
+        lp.solverModel = SilentHighs()
         options = {"output_flag": False, "threads": self.threads, **_NO_PROBING, **self.optionsDict}
         if self.timeLimit is not None:
             options["time_limit"] = float(self.timeLimit)
@@ -309,55 +308,3 @@ def _pulp_outcome(problem: Any, values: Mapping[str, float]) -> Outcome:
 def _is_whole(problem: Any) -> bool:
     integers = [variable for variable in problem.variables() if variable.cat == pulp.LpInteger]
     return all(abs(variable.varValue - round(variable.varValue)) < _TOLERANCE for variable in integers)
-
-
-class LinearProgram:
-    """The least sum of `prices` over shares 0 <= x[v] <= 1 of nodes, with x[a] >= x[b] for each arc (a, b).
-
-    `limits` are other prices, each with the most that their sum may be. They may be exceeded at a high price,
-    so that there always is a solution. HiGHS is called without PuLP, which has no way to change a bound and
-    to go on from the last solution.
-    """
-
-    def __init__(self, prices: Any, arcs: Any, limits: Sequence[tuple[Any, float]]) -> None:
-        num_nodes, num_arcs, infinity = len(prices), len(arcs), highspy.kHighsInf
-        self._num_arcs = num_arcs
-        self._scale = float(np.abs(prices).max(initial=0.0)) or 1.0
-        self._units = np.array([float(np.abs(of).max(initial=0.0)) or 1.0 for of, _ in limits])
-        model = highspy.HighsLp()
-        model.num_col_, model.num_row_ = num_nodes + len(limits), num_arcs + len(limits)
-        model.col_cost_ = np.concatenate((prices / self._scale, np.full(len(limits), _EXCESS_PRICE)))
-        model.col_lower_ = np.zeros(model.num_col_)
-        model.col_upper_ = np.concatenate((np.ones(num_nodes), np.full(len(limits), infinity)))
-        caps = np.array([at_most for _, at_most in limits]) / self._units
-        model.row_lower_ = np.concatenate((np.zeros(num_arcs), np.full(len(limits), -infinity)))
-        model.row_upper_ = np.concatenate((np.full(num_arcs, infinity), caps))
-        starts, columns = [2 * np.arange(num_arcs)], [arcs.ravel()]
-        values, end = [np.tile([1.0, -1.0], num_arcs)], 2 * num_arcs
-        for number, (of, _) in enumerate(limits):
-            used = np.flatnonzero(of)
-            starts.append(np.array([end]))
-            columns += [used, np.array([num_nodes + number])]
-            values += [of[used] / self._units[number], np.array([-1.0])]
-            end += len(used) + 1
-        model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        model.a_matrix_.start_ = np.concatenate((*starts, [end])).astype(np.int32)
-        model.a_matrix_.index_ = np.concatenate(columns).astype(np.int32)
-        model.a_matrix_.value_ = np.concatenate(values)
-        self._highs = _SilentHighs()
-        for name, value in {"output_flag": False, "threads": 1, "random_seed": 0}.items():
-            self._highs.setOptionValue(name, value)
-        self._highs.passModel(model)
-
-    def fix(self, node: int, low: float, high: float) -> None:
-        """Changes the bounds of a node's share."""
-        self._highs.changeColBounds(node, low, high)
-
-    def multipliers(self) -> tuple[Any, Any]:
-        """Returns the multipliers of the arcs and of the limits in an optimal solution; none is negative."""
-        self._highs.run()
-        if self._highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
-            return np.zeros(self._num_arcs), np.zeros(len(self._units))
-        duals = np.array(self._highs.getSolution().row_dual) * self._scale
-        of_limits = -duals[self._num_arcs :] / self._units
-        return np.maximum(duals[: self._num_arcs], 0.0), np.maximum(of_limits, 0.0)

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from pd2bw_fx.passes.linear_programs import ClosureProgram
 from pd2bw_fx.passes.partition.instance import Flags, Floats, Integers
-from pd2bw_fx.passes.solver import LinearProgram
 
 from .downsets import OutOfTime
 
@@ -160,7 +160,7 @@ class _Prices:
         self._limit = limit
         self._others = others
         limits = [(other.prices, other.at_most) for other in others]
-        self._program = LinearProgram(limit.prices, arcs, limits)
+        self._program = ClosureProgram(limit.prices, arcs, limits)
 
     def potential(self) -> Potential:
         reduced, multipliers, allowed = self._reduced()

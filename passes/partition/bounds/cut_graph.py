@@ -77,11 +77,11 @@ class CutGraph:
         prices[self.node] = amounts
         return prices
 
-    def of_cut(self, factors: Floats) -> Floats:
-        """Returns prices that add up to the costs of cut tensors, each times its factor."""
+    def of_tensors(self, amounts: Floats) -> Floats:
+        """Returns prices that add up to the amounts of the tensors that are cut."""
         prices = np.zeros(self.size)
-        np.add.at(prices, self.first, factors * self.cost_s)
-        np.subtract.at(prices, self.last, factors * self.cost_s)
+        np.add.at(prices, self.first, amounts)
+        np.subtract.at(prices, self.last, amounts)
         return prices
 
     def close(self, can: Flags, must: Flags) -> None:

@@ -1,22 +1,22 @@
 """The down-sets at which an assignment within a target can be cut, where a graph has too many to list all.
 
 For k devices that are alike, let D[j] be what devices 1..j have together. An assignment within the target T
-keeps to these limits, with the work w and the cost c(D) of the tensors that D cuts:
+keeps to these limits, with the work w and what its tensors cost:
 
-    work and transfers of devices 1..j       w(D[j]) + c(D[j]) + inner  <=  j T
-    of those behind them                 W - w(D[j]) + c(D[j]) + inner  <=  (k - j) T
-    of all devices                W + sum over j of a c(D[j])           <=  k T
+    work and transfers of devices 1..j       w(D[j]) + before(D[j]) + least before it  <=  j T
+    of those behind them                 W - w(D[j]) + behind(D[j]) + least behind it  <=  (k - j) T
+    of all devices                           W + in_all(D[j]) + least of other cuts    <=  k T
 
-`inner` is what the other cuts cost on that side at least. A tensor that is cut at one place only is paid on
-both sides, so it counts twice (a = 2); one that may go past devices which have no part of it counts less
-(`_Charges`). The nearer T is to a bound, the less room is left, and the fewer sets have so little work and
-cost beyond the least. So a bound, and often the optimum, can be proven from below where the graph has
-billions of down-sets.
+`before`, `behind` and `in_all` are prices of the nodes that D[j] has, which no assignment goes below
+(`charges.py`), and the least of another cut is by its own prices. The nearer T is to a bound, the less room
+is left, and the fewer sets have so little work and cost beyond the least. So a bound, and often the optimum,
+can be proven from below where the graph has billions of down-sets.
 
 For each cut, linear programs say which nodes its down-set must have and cannot have (`closures.py`): first by
 the prices of their solutions, then by trying single nodes. This makes the least costs of all cuts larger, and
-with them the room smaller, and so on. Then the down-sets that are left are listed, at the ends of the
-pipeline first, where there are fewest. What all listed sets have in common narrows the other cuts.
+with them the room smaller, and so on. Where nodes have been settled, new prices may charge more. Then the
+down-sets that are left are listed, at the ends of the pipeline first, where there are fewest. What all listed
+sets have in common narrows the other cuts, and what the cheapest of them costs is the least.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ import numpy as np
 
 from pd2bw_fx.passes.partition.instance import Flags, Floats, Instance, Integers
 
+from .charges import Charges, charges_within
 from .closures import Closures, Limit
 from .cut_graph import CutGraph
 
 _SLACK = 1e-9  # of the limits: rounding never excludes what fits exactly
 _ROUNDS = 12
+_SETTLED = 0.05  # of the open nodes: after so many new charges are looked for
 _WORTHWHILE = 0.02  # a round that raises costs by less, and settles less of the open nodes, is the last
 
 
@@ -73,9 +75,11 @@ class NearCuts:
         self._must = np.zeros((k + 1, graph.size), dtype=bool)
         self._can[0], self._must[k] = False, True
         self._least_s = np.zeros(k + 1)  # that a cut adds to all devices together, beyond their work
-        self._inner_s = np.zeros(k + 1)  # that it adds to the devices before another cut, or behind it
         self._is_refuted = False
         self._is_near = False
+        self._charges = Charges.plain(graph, k)
+        self._open_when_charged = np.inf
+        self._listed: dict[int, Flags] = {}  # all down-sets of a cut, by the nodes of the graph
         for j in range(1, k):
             self._can[j, graph.node] = graph.up_to_s <= j * target_s * (1 + _SLACK)
             self._must[j, graph.node] = graph.from_on_s > (k - j) * target_s * (1 + _SLACK)
@@ -106,10 +110,10 @@ class NearCuts:
         stages = range(1, self._k)
         inwards = dict.fromkeys(j for pair in zip(stages, reversed(stages), strict=True) for j in pair)
         for j in inwards:
-            charges = _Charges(self._graph, self._k, self._target_s, self._can, self._must)
-            self._bound(j, charges)  # narrows the cut, so that fewer nodes are open below
+            self._charge(deadline)
+            self._bound(j)  # narrows the cut, so that fewer nodes are open below
             self._close()
-            cut = None if self._is_refuted else self._bound(j, charges)
+            cut = None if self._is_refuted else self._bound(j)
             if cut is None or self._is_refuted:
                 return None
             taken, is_complete = cut.closures.within(
@@ -122,6 +126,8 @@ class NearCuts:
             found.append(sets[:, self._graph.node])
             are_all &= is_complete
             if is_complete:
+                self._listed[j] = sets
+                self._least_s[j] = max(self._least_s[j], self._cheapest_s(j, self._charges))
                 self._can[j] &= sets.any(axis=0)
                 self._must[j] |= sets.all(axis=0)
                 self._is_refuted |= len(sets) == 0
@@ -134,10 +140,10 @@ class NearCuts:
     def _try_nodes(self, deadline: Any) -> None:
         for _ in range(_ROUNDS):
             num_open, least_s = int((self._can & ~self._must).sum()), float(self._least_s.sum())
-            charges = _Charges(self._graph, self._k, self._target_s, self._can, self._must)
+            self._charge(deadline)
             for j in range(1, self._k):
                 if not self._is_refuted:
-                    self._try_nodes_of(j, charges, deadline)
+                    self._try_nodes_of(j, deadline)
             self._close()
             if self._is_refuted:
                 return
@@ -145,8 +151,8 @@ class NearCuts:
             if not is_settling and self._least_s.sum() < (1 + _WORTHWHILE) * least_s:
                 return
 
-    def _try_nodes_of(self, j: int, charges: _Charges, deadline: Any) -> None:
-        cut = self._bound(j, charges)
+    def _try_nodes_of(self, j: int, deadline: Any) -> None:
+        cut = self._bound(j)
         if self._is_refuted:
             return
         number = np.full(self._graph.size, -1)
@@ -157,31 +163,48 @@ class NearCuts:
         self._can[j, cut.open[never]] = False
         self._must[j, cut.open[always]] = True
 
-    def _bound(self, j: int, charges: _Charges) -> _Cut:
+    def _bound(self, j: int) -> _Cut:
         """Raises the least costs of one cut, and narrows what it can and must have."""
-        cut = _Cut(self._graph, self._can[j], self._must[j], self._limits(j, charges))
+        cut = _Cut(self._graph, self._can[j], self._must[j], self._limits(j))
         for potential in cut.potentials:
             self._can[j, cut.open[potential.taken > potential.room]] = False
             self._must[j, cut.open[potential.left > potential.room]] = True
             self._is_refuted |= potential.room < 0
-        in_all, inner = self._graph.of_cut(charges.in_all), self._graph.of_cut(charges.inner)
-        least_s = float(in_all[cut.must].sum()) + cut.potentials[0].least
-        self._least_s[j] = max(self._least_s[j], least_s)
-        if charges.inner.any():
-            inner_s = float(inner[cut.must].sum()) + cut.closures.least(inner[cut.open])
-            self._inner_s[j] = max(self._inner_s[j], inner_s)
+        self._least_s[j] = max(self._least_s[j], cut.least(self._charges.in_all[j]))
         return cut
 
-    def _limits(self, j: int, charges: _Charges) -> list[Limit]:
+    def _charge(self, deadline: Any) -> None:
+        """Looks for prices by which the cuts cost more, where enough nodes were settled since the last."""
+        num_open = int((self._can & ~self._must).sum())
+        if num_open == 0 or num_open > (1 - _SETTLED) * self._open_when_charged:
+            return
+        self._open_when_charged = num_open
+        limits = [self._limits(j)[1:] if j else [] for j in range(self._k)]
+        left_s = float(deadline.left_s)
+        found = charges_within(self._graph, self._can, self._must, limits, self._target_s, left_s)
+        least_s = np.zeros(self._k + 1)
+        for j in range(1, self._k):
+            here = [Limit(found.in_all[j], np.inf), *limits[j]]
+            cut = _Cut(self._graph, self._can[j], self._must[j], here)
+            least_s[j] = max(cut.least(found.in_all[j]), self._cheapest_s(j, found))
+        if least_s.sum() > self._least_s.sum():
+            self._charges, self._least_s = found, least_s
+
+    def _cheapest_s(self, j: int, charges: Charges) -> float:
+        """Returns the least of what the listed sets of a cut cost, where all of them are listed."""
+        sets = self._listed.get(j, ())
+        return float((sets @ charges.in_all[j]).min()) - _SLACK * self._target_s if len(sets) else -np.inf
+
+    def _limits(self, j: int) -> list[Limit]:
         graph, k, target_s = self._graph, self._k, self._target_s
         slack_s = k * target_s * _SLACK
-        cut_s = graph.of_cut(np.ones(len(graph.nets)))
-        others_s = self._least_s.sum() - self._least_s[j]
-        before_s, behind_s = self._inner_s[:j].sum(), self._inner_s[j + 1 :].sum()
+        charges, least_s = self._charges, self._least_s
+        others_s = least_s.sum() - least_s[j]
+        before_s, behind_s = least_s[:j].sum(), least_s[j + 1 :].sum()
         limits = [
-            Limit(graph.of_cut(charges.in_all), k * target_s - graph.total_s - others_s + slack_s),
-            Limit(cut_s + graph.work_s, j * target_s - before_s + slack_s),
-            Limit(cut_s - graph.work_s, (k - j) * target_s - behind_s - graph.total_s + slack_s),
+            Limit(charges.in_all[j], k * target_s - graph.total_s - others_s + slack_s),
+            Limit(charges.before[j] + graph.work_s, j * target_s - before_s + slack_s),
+            Limit(charges.behind[j] - graph.work_s, (k - j) * target_s - behind_s - graph.total_s + slack_s),
         ]
         num_bytes, limit = float(graph.num_bytes.sum()), graph.limit_bytes * (1 + _SLACK)
         if num_bytes > limit:
@@ -221,30 +244,6 @@ class _Cut:
         self.closures = Closures(len(self.open), arcs, graph.follows[self.open], here)
         self.potentials = self.closures.potentials()
 
-
-class _Charges:
-    """How often each tensor's cost counts for each cut that it is cut at, so that no assignment pays less.
-
-    `in_all` counts for all devices together. `inner` counts for the devices before a cut (or behind it), for
-    each further cut on that side; for the cut itself the tensor counts once.
-
-    A tensor that is cut at t places has parts on p devices, and costs p times, on either side at least once.
-    The t - 1 devices between the first part and the last one have a part or are passed. A device that is
-    passed has only work beside the tensor, and no less work than W - (k - 1) T. So at most n are passed
-    between two parts, where n is the work beside the tensor over this least work, and p >= 1 + t / (n + 1).
-    If there are two members, p = 2 and t <= n + 1.
-    """
-
-    def __init__(self, graph: CutGraph, k: int, target_s: float, can: Flags, must: Flags) -> None:
-        places = (can[1:k, graph.first] & ~must[1:k, graph.last]).sum(axis=0)
-        least_s = graph.total_s - (k - 1) * target_s
-        steps = np.full(len(places), float(k))
-        if least_s > 0:
-            steps = 1 + np.floor(np.minimum(graph.beside_s / least_s * (1 + _SLACK), k))
-        steps = np.maximum(np.minimum(steps, places), 1)
-        most = np.maximum(places, 1)
-        is_pair = np.array([len(net) == 2 for net in graph.nets], dtype=bool)
-        is_twice = (most == 1) | (is_pair & (steps == 1))
-        in_all = np.where(is_pair, 2 / steps, np.maximum(2 / most, 1 / steps))
-        self.in_all: Floats = np.where(is_twice, 2.0, in_all)
-        self.inner: Floats = np.where(is_twice, 2.0, np.where(~is_pair & (steps == 1), 1.0, 0.0))
+    def least(self, prices: Floats) -> float:
+        """Returns what the down-set costs at least, by the prices of the first limit."""
+        return float(prices[self.must].sum()) + self.potentials[0].least
