@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pd2bw_fx.passes.partition import placement
+from pd2bw_fx.passes.partition.bounds.charges import charges_within
 from pd2bw_fx.passes.partition.bounds.cut_graph import CutGraph
 from pd2bw_fx.passes.partition.bounds.downsets import DeviceKind, DownSets
 from pd2bw_fx.passes.partition.bounds.near_cuts import Listed, NearCuts
@@ -97,6 +98,77 @@ def test_the_cuts_of_all_fastest_assignments_are_listed_and_no_faster_one_is_fou
         best_s
     )
     assert ask(instance, best_s * (1 - 1e-6))[1] is None
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_one_half_has_the_cuts_of_each_fastest_assignment_and_none_is_left_below(seed: int) -> None:
+    instance = drawn(seed)
+    best_s, assignments = fastest(instance)
+    if not 0 < best_s < np.inf:
+        return
+    kind = DeviceKind(instance, 0, instance.num_stages)
+    graph = CutGraph(kind, Reach(instance.num_nodes, instance.edges))
+    stages = range(1, instance.num_stages)
+
+    def leaves(target_s: float) -> list[NearCuts]:
+        found, left = [], [NearCuts(graph, instance.num_stages, target_s)]
+        while left:
+            cuts = left.pop()
+            if not cuts.is_refuted(Deadline(30.0)):
+                found += [] if cuts.num_open > 7 else [cuts]
+                left += cuts.halves() if cuts.num_open > 7 else []
+        return found
+
+    listed = [leaf.listed(10**5, Deadline(30.0)) for leaf in leaves(best_s * (1 + 1e-9))]
+    sets = [{row.tobytes() for row in leaf.member} for leaf in listed if leaf is not None]
+    for stage_of in assignments:
+        assert any(all((stage_of < stage).tobytes() in rows for stage in stages) for rows in sets)
+    for leaf in leaves(best_s * (1 - 1e-6)):
+        few = leaf.listed(10**5, Deadline(30.0))
+        if few is not None:
+            assert DownSets([kind], few.member).chain_within(best_s * (1 - 1e-6), Deadline(30.0)) is None
+
+
+def sets_of(graph: CutGraph, stage_of: Any, num_stages: int) -> Any:
+    """The down-sets D[0] .. D[k] of an assignment, with the nodes that the graph has for tensors."""
+    can, must = (
+        np.ones((num_stages + 1, graph.size), dtype=bool),
+        np.zeros((num_stages + 1, graph.size), dtype=bool),
+    )
+    can[:, graph.node] = must[:, graph.node] = stage_of < np.arange(num_stages + 1)[:, None]
+    graph.close(can, must)
+    return must
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_assignment_pays_less_than_it_is_charged(seed: int) -> None:
+    instance, draw = drawn(seed), np.random.default_rng(seed)
+    k = instance.num_stages
+    graph = CutGraph(DeviceKind(instance, 0, k), Reach(instance.num_nodes, instance.edges))
+    every = itertools.product(range(k), repeat=instance.num_nodes)
+    assignments = [stage_of for stage_of in map(np.array, every) if respects_edges(instance, stage_of)]
+    one = sets_of(graph, assignments[draw.integers(len(assignments))], k)
+
+    for share in (0.5, 1.0):  # of the nodes that are before a cut or behind it as in one of the assignments
+        is_known = draw.random(one.shape) < share
+        is_known[[0, k]] = True
+        can, must = ~is_known | one, is_known & one
+        charges = charges_within(graph, can, must, [[]] * k, 2 * graph.total_s, 30.0)
+        for stage_of in assignments:
+            sets = sets_of(graph, stage_of, k)
+            if (sets & ~can).any() or (must & ~sets).any():
+                continue
+            paid_s = np.zeros(k)
+            for net, cost_s in zip(graph.nets, graph.cost_s, strict=True):
+                devices = sorted(set(stage_of[net].tolist()))
+                paid_s[devices if len(devices) > 1 else []] += cost_s
+            charged_s = (charges.in_all * sets).sum(axis=1)
+            assert charged_s.sum() <= paid_s.sum() + 1e-9
+            for j in range(1, k):
+                assert charged_s[:j].sum() + charges.before[j] @ sets[j] <= paid_s[:j].sum() + 1e-9
+                assert charged_s[j + 1 :].sum() + charges.behind[j] @ sets[j] <= paid_s[j:].sum() + 1e-9
+            if share == 1.0:
+                assert charged_s.sum() == pytest.approx(paid_s.sum(), rel=1e-5, abs=1e-9)
 
 
 def grid(rows: int, columns: int) -> Workload:

@@ -14,8 +14,8 @@ rows into one price for each node and cut, so that no assignment pays less for i
 these prices: no tolerance of the solver goes into that. The program says which multipliers make the sum
 large. A tensor that may be cut at several places is charged where it is likely to be.
 
-Devices 1..j alone pay at least the terms of their own rows, and once for a tensor that is cut at j: there D[j]
-is charged once, less what the cuts before it are charged. The devices behind a cut likewise.
+Devices 1..j alone pay at least the terms of their own rows, and once for a tensor that is cut at j: D[j] is
+charged once there, less what the cuts before it are charged. The devices behind a cut likewise.
 """
 
 from __future__ import annotations

@@ -94,6 +94,11 @@ class Closures:
         always = _settled(before.T, never_with(0.0), deadline)
         return nodes[never], nodes[always]
 
+    def least_with(self, nodes: Integers) -> Floats:
+        """Returns what closures that leave each node, and that take it, cost at least by the first limit."""
+        prices = self._prices(0)
+        return np.array([[prices.least_with(node, value) for value in (0.0, 1.0)] for node in nodes.tolist()])
+
     def within(
         self, potentials: Sequence[Potential], most: int, deadline: Any, *, or_the_best: bool
     ) -> tuple[Flags, bool]:
@@ -170,12 +175,15 @@ class _Prices:
 
     def is_refuted(self, node: int, value: float) -> bool:
         """Returns whether no closure within the limits has this node (value 1), or is without it (0)."""
+        return self.least_with(node, value) > self._limit.at_most
+
+    def least_with(self, node: int, value: float) -> float:
         self._program.fix(node, value, value)
         reduced, _, allowed = self._reduced()
         self._program.fix(node, 0.0, 1.0)
         own = float(reduced[node])
         least = float(np.minimum(reduced, 0.0).sum()) - min(own, 0.0) + value * own
-        return least - allowed > self._limit.at_most
+        return least - allowed
 
     def _reduced(self) -> tuple[Floats, Floats, float]:
         """Returns the r[v] of the module's docstring with the other limits' multipliers in the prices, the

@@ -21,6 +21,7 @@ sets have in common narrows the other cuts, and what the cheapest of them costs 
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,10 +32,15 @@ from pd2bw_fx.passes.partition.instance import Flags, Floats, Instance, Integers
 from .charges import Charges, charges_within
 from .closures import Closures, Limit
 from .cut_graph import CutGraph
+from .downsets import OutOfTime
 
 _SLACK = 1e-9  # of the limits: rounding never excludes what fits exactly
 _ROUNDS = 12
 _SETTLED = 0.05  # of the open nodes: after so many new charges are looked for
+_WORTH_A_ROUND = 0.1  # of the open nodes: a round that settles less is the last
+_PLACES = 3  # the cuts with the most open nodes: where a node to branch on is looked for
+_NODES = 8  # of a cut, that are tried for it
+_OF_THE_DEARER = 1 / 6  # of how much dearer a node makes the other half
 _WORTHWHILE = 0.02  # a round that raises costs by less, and settles less of the open nodes, is the last
 
 
@@ -97,6 +103,68 @@ class NearCuts:
             self._can[j, graph.node] &= within | entering
             self._must[j, graph.node] |= within & ~leaving
         self._close()
+
+    @property
+    def num_open(self) -> int:
+        """The nodes of all cuts that may be on either side."""
+        return int((self._can & ~self._must).sum())
+
+    def is_refuted(self, deadline: Any) -> bool:
+        """Narrows the cuts by prices, until little changes, and returns whether none is left at some place.
+
+        Raises OutOfTime.
+        """
+        for _ in range(_ROUNDS):
+            if deadline.left_s == 0:
+                raise OutOfTime
+            num_open = self.num_open
+            self._charge(deadline)
+            for j in range(1, self._k):
+                if not self._is_refuted:
+                    self._bound(j)
+            self._close()
+            if self._is_refuted or self.num_open > (1 - _WORTH_A_ROUND) * num_open:
+                break
+        return self._is_refuted
+
+    def halves(self) -> tuple[NearCuts, NearCuts]:
+        """Returns the cuts without a node at one place, and those with it. The node makes both cost more."""
+        num_open = (self._can & ~self._must).sum(axis=1)
+        best = -1.0, 0, 0
+        for j in np.argsort(-num_open, kind="stable")[:_PLACES].tolist():
+            if num_open[j]:
+                best = max(best, self._dearest(j), key=lambda one: one[0])
+        _, j, node = best
+        without, with_it = self._copy(), self._copy()
+        without._can[j, node] = False
+        with_it._must[j, node] = True
+        for half in (without, with_it):
+            half._close()
+        return without, with_it
+
+    def _dearest(self, j: int) -> tuple[float, int, int]:
+        """Returns how much dearer a node makes the cut either way, and cut and node."""
+        cut = _Cut(self._graph, self._can[j], self._must[j], self._limits(j))
+        number = np.full(self._graph.size, -1)
+        number[cut.open] = np.arange(len(cut.open))
+        own = np.flatnonzero(number[self._graph.node] >= 0)
+        if len(own) == 0:  # only the first or last member of a tensor is open
+            return 0.0, j, int(cut.open[0])
+        among = self._graph.reach.among(own)
+        before, behind = among.sum(axis=0), among.sum(axis=1)
+        order = np.lexsort((-np.maximum(before, behind), -np.minimum(before, behind)))
+        nodes = number[self._graph.node[own[order[:_NODES]]]]
+        cheapest = cut.potentials[0]
+        dearer = np.clip(cut.closures.least_with(nodes) - cheapest.least, 0.0, cheapest.room)
+        scores = dearer.min(axis=1) + _OF_THE_DEARER * dearer.max(axis=1)
+        at = int(scores.argmax())
+        return float(scores[at]), j, int(cut.open[nodes[at]])
+
+    def _copy(self) -> NearCuts:
+        other = copy.copy(self)
+        other._can, other._must, other._least_s = self._can.copy(), self._must.copy(), self._least_s.copy()
+        other._listed = {}
+        return other
 
     def listed(self, most: int, deadline: Any) -> Listed | None:
         """Lists the cuts, or returns None, which proves that there are none.

@@ -4,8 +4,9 @@ For a better plan it lists the cuts near those of the incumbent, and takes the b
 change at once. If that brings nothing, it lists cuts farther off.
 
 For a bound it asks at targets between the bound and the incumbent. A target near the bound leaves few cuts,
-which are listed completely. Then either a chain of them is a better plan, or the target is a bound. A target
-that leaves too many is asked again when more may be listed.
+which are listed completely. Then either a chain of them is a better plan, or the target is a bound. Where a
+target leaves too many, it branches: a node is before one of the cuts, or it is not. Either half costs more,
+and has fewer cuts. A target that takes too many branches is asked again when more are allowed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from .search_state import SearchState
 _RADII = (0.1, 0.2, 0.4, 0.8)  # of the incumbent's slowest stage
 _GAINS = (0.01, 0.001)  # of the incumbent: what is asked for first
 _FEW_NEAR = 1500  # cuts of one place near the incumbent, at first
-_FIRST = 4000  # cuts of one place that are listed for a bound, at first
+_FEW = 4000  # cuts of one place that are listed for a bound
+_FEWER = 0.5  # of the open nodes of cuts that were too many: listing is tried again
+_BRANCHES = 32  # for a bound, at first
 _MORE = 4  # times as many for the next bound, when nothing more becomes known
 _MAX_CELLS = 200_000_000  # cuts of all places times nodes
 _NEARLY = 4  # times the gap to prove: where so little is left, the least improvement is asked for
@@ -60,20 +63,18 @@ class _Questions:
         for gain in (*(_GAINS if self._few == _FEW_NEAR else ()), gap):
             at = 0
             while at < len(_RADII) and not state.is_proven(gap):
-                answer = self._ask(self._slightly_less(gain), self._few, radius=_RADII[at])
+                answer = self._ask_near(self._slightly_less(gain), _RADII[at])
                 at = 0 if self._is_gained(answer) else at + 1
 
     def prove(self, gap: float) -> None:
-        """Asks at targets from the bound up, until the gap is proven or too many cuts would be listed."""
-        state, most, unknown_s, step_s = self._state, _FIRST, np.inf, np.inf
+        """Asks at targets from the bound up, until the gap is proven. Raises OutOfTime."""
+        state, most_branches, unknown_s, step_s = self._state, _BRANCHES, np.inf, np.inf
         while not state.is_proven(gap):
             bound_s, best_s = state.bound_s(), float(state.bottleneck_s)
             if unknown_s - bound_s < _SETTLED * (best_s - bound_s):
-                if most >= self._most:
-                    return
                 # Targets not much farther from the bound than the last that was unknown are asked first.
                 step_s = _MORE * (unknown_s - bound_s)
-                most, unknown_s = most * _MORE, np.inf
+                most_branches, unknown_s = most_branches * _MORE, np.inf
                 self._few = min(self._few * 2, self._most)
                 self.improve(gap)
                 continue
@@ -81,7 +82,7 @@ class _Questions:
             target_s = min((bound_s + min(unknown_s, best_s)) / 2, bound_s + step_s, slightly_less_s)
             if unknown_s == np.inf and best_s - bound_s < _NEARLY * gap * best_s:
                 target_s = slightly_less_s
-            answer = self._ask(target_s, min(most, self._most))
+            answer = self._ask(target_s, most_branches)
             if answer.status is Status.INFEASIBLE:
                 state.refute(target_s)
                 step_s *= 2
@@ -99,18 +100,43 @@ class _Questions:
     def _slightly_less(self, gap: float) -> float:
         return float(self._state.bottleneck_s) * (1 - gap)
 
-    def _ask(self, target_s: float, most: int, *, radius: float | None = None) -> Answer:
-        state, deadline = self._state, self._state.deadline
+    def _ask_near(self, target_s: float, radius: float) -> Answer:
+        """Looks for a plan among the few cuts listed of those near the incumbent's."""
+        assert self._state.stage_of is not None
         cuts = NearCuts(self._graph, self._kind.count, target_s)
-        if radius is not None:
-            assert state.stage_of is not None
-            cuts.keep_near(state.stage_of, radius * target_s)
+        cuts.keep_near(self._state.stage_of, radius * target_s)
+        answer = self._list(cuts, target_s, self._few)
+        return answer if answer.stage_of is not None else Answer(Status.UNKNOWN)
+
+    def _ask(self, target_s: float, most_branches: int) -> Answer:
+        """Looks for a plan, or proves that there is none, in at most so many branches."""
+        deadline, num_branches = self._state.deadline, 0
+        left = [(NearCuts(self._graph, self._kind.count, target_s), np.inf)]
+        while left:
+            cuts, too_many_open = left.pop()
+            if cuts.is_refuted(deadline):
+                continue
+            if cuts.num_open <= _FEWER * too_many_open:
+                answer = self._list(cuts, target_s, _FEW)
+                if answer.status is Status.FEASIBLE:
+                    return answer
+                if answer.status is Status.INFEASIBLE:
+                    continue
+                too_many_open = cuts.num_open
+            if num_branches == most_branches:
+                return Answer(Status.UNKNOWN)
+            num_branches += 1
+            left += [(half, too_many_open) for half in cuts.halves()]
+        return Answer(Status.INFEASIBLE)
+
+    def _list(self, cuts: NearCuts, target_s: float, most: int) -> Answer:
+        deadline = self._state.deadline
         listed = cuts.listed(most, deadline)
         if listed is None:
-            return Answer(Status.INFEASIBLE if radius is None else Status.UNKNOWN)
+            return Answer(Status.INFEASIBLE)
         if len(listed.member) == 0:
             return Answer(Status.UNKNOWN)
         chain = DownSets([self._kind], listed.member).chain_within(target_s, deadline)
         if chain is not None:
             return Answer(Status.FEASIBLE, 0, chain.stage_of)
-        return Answer(Status.INFEASIBLE if listed.are_all and radius is None else Status.UNKNOWN)
+        return Answer(Status.INFEASIBLE if listed.are_all else Status.UNKNOWN)
