@@ -29,8 +29,8 @@ _GAINS = (0.01, 0.001)  # of the incumbent: what is asked for first
 _FEW_NEAR = 1500  # cuts of one place near the incumbent, at first
 _FEW = 4000  # cuts of one place that are listed for a bound
 _FEWER = 0.5  # of the open nodes of cuts that were too many: listing is tried again
-_BRANCHES = 32  # for a bound, at first
-_MORE = 4  # times as many for the next bound, when nothing more becomes known
+_BRANCHES = 32  # for a bound, when nothing more becomes known without branches
+_MORE = 4  # times as many when nothing more becomes known with these
 _MAX_CELLS = 200_000_000  # cuts of all places times nodes
 _NEARLY = 4  # times the gap to prove: where so little is left, the least improvement is asked for
 _SETTLED = 0.05  # of the gap: bisection ends where so much of it is between known and unknown
@@ -68,13 +68,13 @@ class _Questions:
 
     def prove(self, gap: float) -> None:
         """Asks at targets from the bound up, until the gap is proven. Raises OutOfTime."""
-        state, most_branches, unknown_s, step_s = self._state, _BRANCHES, np.inf, np.inf
+        state, most_branches, unknown_s, step_s = self._state, 0, np.inf, np.inf
         while not state.is_proven(gap):
             bound_s, best_s = state.bound_s(), float(state.bottleneck_s)
             if unknown_s - bound_s < _SETTLED * (best_s - bound_s):
                 # Targets not much farther from the bound than the last that was unknown are asked first.
                 step_s = _MORE * (unknown_s - bound_s)
-                most_branches, unknown_s = most_branches * _MORE, np.inf
+                most_branches, unknown_s = max(_BRANCHES, most_branches * _MORE), np.inf
                 self._few = min(self._few * 2, self._most)
                 self.improve(gap)
                 continue
