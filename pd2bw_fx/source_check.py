@@ -32,8 +32,10 @@ _IMPORTS = {
     "from collections import OrderedDict",
     "import math",
     "import torch",
+    "import torch.nn as nn",
     "import torch.nn.functional as F",
     "from torch import nn",
+    "from torch.nn import functional as F",
     "from torch import Tensor",
     "from torch import Tensor, nn",
 }
@@ -51,6 +53,8 @@ _BUILTINS = frozenset({
     "True", "False", "round", "staticmethod",
 })  # fmt: skip
 _MODULES: dict[str, types.ModuleType] = {"math": math, "torch": torch, "nn": nn, "F": F}
+# What a person may write for them.
+_LONG_NAMES = {("torch", "nn", "functional"): "F", ("nn", "functional"): "F", ("torch", "nn"): "nn"}
 # Their public functions are allowed, as those of F are.
 _OF_FUNCTIONS = {"torch.fft", "torch.linalg", "torch.special", "nn.init"}
 _OF_TORCH = frozenset({
@@ -127,12 +131,21 @@ def _walk(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _dotted(node: ast.AST) -> list[str] | None:
-    """Returns the parts of a dotted name from torch (["torch", "ops", "aten", "add"]), else None."""
+    """Returns the parts of a dotted name from torch (["torch", "ops", "aten", "add"]), else None.
+
+    `torch.nn.functional.gelu` is `F.gelu`.
+    """
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.insert(0, node.attr)
         node = node.value
-    return [node.id, *names] if isinstance(node, ast.Name) and node.id in _MODULES else None
+    if not isinstance(node, ast.Name) or node.id not in _MODULES:
+        return None
+    names.insert(0, node.id)
+    for long, short in _LONG_NAMES.items():
+        if tuple(names[: len(long)]) == long:
+            return [short, *names[len(long) :]]
+    return names
 
 
 def _fault(node: ast.AST, defined: set[str]) -> str | None:

@@ -40,6 +40,16 @@ def test_a_custom_autograd_function_is_allowed() -> None:
 
 
 @pytest.mark.parametrize(
+    "written", ["nn.functional.gelu(x)", "torch.nn.functional.gelu(x)", "torch.nn.GELU()(x)"]
+)
+def test_what_nn_and_f_have_may_be_written_out(written: str) -> None:
+    imports = "import torch.nn as nn\nfrom torch import Tensor\nfrom torch.nn import functional as F\n"
+    source = _STAGE.replace("from torch import Tensor, nn\n", imports).replace("x / 2", written)
+
+    check_source(source, "stage_0.py")
+
+
+@pytest.mark.parametrize(
     ("written", "instead", "fault"),
     [
         ("x / 2", "torch.load(x)", "'torch.load'"),
@@ -53,6 +63,9 @@ def test_a_custom_autograd_function_is_allowed() -> None:
         ("x / 2", "torch.fft.torch.load(x)", "the module 'torch.fft.torch'"),
         ("x / 2", "nn.init.torch.load(x)", "the module 'nn.init.torch'"),
         ("x / 2", "F.importlib.import_module('os')", "the module 'F.importlib'"),
+        ("x / 2", "torch.nn.functional.importlib.import_module('os')", "the module 'F.importlib'"),
+        ("x / 2", "nn.functional.torch.load(x)", "the module 'F.torch'"),
+        ("x / 2", "getattr(torch.nn, 'Module')", "the module 'nn' by itself"),
         ("x / 2", "[torch][0].load(x)", "the module 'torch' by itself"),
         ("x / 2", "[torch.ops][0].load_library(x)", "the module 'torch.ops' by itself"),
         ("x / 2", "x.numpy().tofile('file')", "the attribute 'tofile'"),
