@@ -124,6 +124,7 @@ def takes_onnx_too(split: Callable[P, Pipeline]) -> Split[P]:
         if not str(model).endswith(".onnx"):
             raise InputError(
                 f"model is {str(model)!r}; an nn.Module or a file that ends with .onnx was expected"
+                f"{_reader_of(Path(model))}"
             )
         if len(args) > 1:
             raise InputError("an ONNX file is run on examples=[{name: array}]; example_args are for a module")
@@ -137,3 +138,10 @@ def takes_onnx_too(split: Callable[P, Pipeline]) -> Split[P]:
         return split_onnx(Path(model), **given)
 
     return dispatched
+
+
+def _reader_of(path: Path) -> str:
+    """Returns what reads a file or folder that `split` does not, for an error."""
+    if path.suffix == ".pt2":
+        return "; torch.export.load(path) gives the program, which split takes"
+    return "; pd2bw_fx.load(path) gives a saved pipeline" if path.is_dir() else ""

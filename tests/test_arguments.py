@@ -146,7 +146,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
         lambda: pipe().simulate(num_updates=10**9),
         InputError,
     ),
-    r"costs=a dict \(.* \.\.\) is unknown": (
+    r"costs=a dict \(.* \.\.\) is unknown; .*replace\(pipe.costs, operators=": (
         lambda: split(pipe(), cluster=2, costs=dict.fromkeys(range(99), 1.0)),
         InputError,
     ),

@@ -70,7 +70,10 @@ def profile(
     Raises InputError for an unknown method, and for measuring what cannot be run here.
     """
     if method not in METHODS:
-        raise InputError(f"costs={shown(method)} is unknown; known are {', '.join(METHODS)}")
+        raise InputError(
+            f"costs={shown(method)} is unknown; known are {', '.join(METHODS)}, and the costs of a pipeline, "
+            "changed or not: dataclasses.replace(pipe.costs, operators=..)"
+        )
     here = device.kind == "cpu" or (device.kind == "cuda" and torch.cuda.is_available())
     has_values = inputs is not None and _has_values(graph, inputs)
     if inputs is None:
