@@ -66,6 +66,7 @@ class _Returning(nn.Module):
             "loss first": {"loss": loss, "error": error},
             "nothing": {"loss": loss, "hidden": None, "error": error},
             "tuple": (loss, None, error),
+            "alone": loss,
         }[self.form]
 
 
@@ -79,16 +80,36 @@ def test_outputs_have_their_own_names_in_whatever_order_they_are_returned(form: 
     pipe = split(given[kind])
 
     returned = model(x)
+    assert pipe.graph.loss == (None if (form, kind) == ("tuple", "program") else "loss")
     if isinstance(returned, tuple):
-        names = {"output_0": 0, "loss": 0, "output_2": 2}
-        expected = {output.name: returned[names[output.name]] for output in pipe.graph.outputs}
-    else:
-        assert pipe.graph.loss == "loss"
-        expected = {name: value for name, value in returned.items() if value is not None}
+        # Of a tuple in an ExportedProgram nothing tells which element has a gradient.
+        returned = {"output_0" if kind == "program" else "loss": returned[0], "output_2": returned[2]}
+    expected = {name: value for name, value in returned.items() if value is not None}
     found = pipe.run(x)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value)
+
+
+@pytest.mark.parametrize("kind", ["module", "traced by torch.fx"])
+def test_a_graph_that_was_changed_by_hand_trains_on_the_loss_that_it_returns(kind: str) -> None:
+    model, x = _Returning("alone"), torch.randn(4, 4)
+    program = (
+        fx.symbolic_trace(model)
+        if kind == "traced by torch.fx"
+        else torch.export.export(model, (x,)).module()
+    )
+    returned = program.graph.output_node()
+    (value,) = returned.all_input_nodes
+    with program.graph.inserting_before(returned):
+        halved = program.graph.call_function(torch.mul, (value, 0.5))
+    returned.replace_input_with(value, halved)
+    program.recompile()
+
+    pipe = split(program)
+
+    assert pipe.graph.loss == "loss"
+    torch.testing.assert_close(pipe.run(x)["loss"], 0.5 * model(x))
 
 
 def test_a_decomposed_program_that_returns_its_buffers_is_refused_with_the_name_of_one() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.utils import _pytree as pytree
@@ -93,7 +94,7 @@ def accept_graph_module(
             f"the GraphModule has the inputs {', '.join(names)}; expected a tensor for each of them, found "
             f"{len(given)} example values"
         )
-    names_out, loss, places = _names(_returned(module))
+    names_out, loss, places = _names(_returned(module, given))
     examples = dict(zip(names, given, strict=False))
     return Traced(
         program=_without_guards(module),
@@ -112,14 +113,31 @@ def accept_graph_module(
     )
 
 
-def _returned(module: fx.GraphModule) -> Any:
+def _returned(module: fx.GraphModule, given: Sequence[torch.Tensor]) -> Any:
     """Returns what the module returns, in its form, which the graph of `ExportedProgram.module()` lacks."""
-    output = module.graph.output_node().args[0]
+    output: Any = module.graph.output_node().args[0]
+    if given:
+        output = _shapes_of(module, given, output)
     info = getattr(module.graph._codegen, "pytree_info", None)
     if info is None or info.out_spec is None:
         return output
     assert isinstance(output, tuple | list)
     return pytree.tree_unflatten([_fake(value) for value in output], info.out_spec)
+
+
+def _shapes_of(module: fx.GraphModule, given: Sequence[torch.Tensor], output: Any) -> Any:
+    """Returns the output with tensors of the shapes that the examples lead to in place of nodes.
+
+    They tell which one is a loss. torch.fx notes no shapes, nor does an operator that a user put in, and
+    torch.export does not note what has a gradient. If only a real run can tell, the nodes remain.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with mode, torch.enable_grad():
+            inputs = [mode.from_tensor(tensor) for tensor in given]
+            return fx.Interpreter(_without_guards(module)).run(*inputs, enable_io_processing=False)
+    except Exception:  # what is wrong is said where the program is normalised
+        return output
 
 
 def _without_guards(module: fx.GraphModule) -> fx.GraphModule:
