@@ -32,7 +32,8 @@ def test_the_how_to_does_what_it_says(tmp_path: Path, monkeypatch: pytest.Monkey
     names: dict[str, object] = {}
 
     for block in blocks("docs/HOWTO.md", "python"):
-        exec(compile(block, "HOWTO.md", "exec"), names)
+        if not block.startswith("# file: "):  # those are run by the commands (test_doc_commands.py)
+            exec(compile(block, "HOWTO.md", "exec"), names)
 
     assert (tmp_path / "gpt_2" / "stage_1.py").exists()
     metrics = Metrics.load(tmp_path / "gpt_2")
