@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -155,7 +156,7 @@ class PlanRequest:
         update. An update has as many microbatches as it would have if that number of stages were asked for.
         Ctrl-C ends all of it. The bound is 0 where some number of stages had no time to find a plan.
         """
-        deadline = Deadline(self.time_limit_s)
+        started_s, deadline = time.perf_counter(), Deadline(self.time_limit_s)
         best: tuple[Plan, Shape] | None = None
         bound_s = math.inf
         reason: InputError | InfeasibleError | SolverError | None = None
@@ -180,9 +181,10 @@ class PlanRequest:
         if best is None:
             assert reason is not None
             raise reason
-        if best[0].drains:
-            return best  # another number may have a faster slowest stage, but longer updates
-        return replace(best[0], bound_s=min(bound_s, best[0].bottleneck_s)), best[1]
+        plan = replace(best[0], planning_s=time.perf_counter() - started_s)
+        if plan.drains:
+            return plan, best[1]  # another number may have a faster slowest stage, but longer updates
+        return replace(plan, bound_s=min(bound_s, plan.bottleneck_s), bound_of_any=True), best[1]
 
     def _arranged(self, problem: Problem, num_stages: int | None, deadline: Deadline) -> tuple[Plan, Shape]:
         options = self._options(deadline)

@@ -136,8 +136,8 @@ class Plan:
     gap = 1 - bound_s / bottleneck_s. The bound holds for all assignments, with the routes that this plan
     gives to values. It is 0 where nothing is proven, as where devices have several stages; the bottleneck is
     then the sum of a device's stages. `bound_for` is a hash of all that the bound was proven for: costs,
-    cluster, memory and constraints. `fingerprint` is the operator graph's; a plan is refused for any other
-    graph.
+    cluster, memory and constraints. `bound_of_any`: it holds for plans of every number of stages, among which
+    this one was chosen. `fingerprint` is the operator graph's; a plan is refused for any other graph.
     """
 
     stages: tuple[StagePlan, ...]
@@ -151,6 +151,7 @@ class Plan:
     fingerprint: str
     costs_origin: str = "measured"
     bound_for: str = ""
+    bound_of_any: bool = False
 
     @property
     def gap(self) -> float:
@@ -172,7 +173,7 @@ class Plan:
         if self.bound_s <= 0 or not self.stages:
             return "how far it is from the optimum is not proven"
         near = "proven optimal" if self.gap <= 1e-9 else f"within {self.gap:.2%} of the optimum (proven)"
-        count = f"{self.num_stages} stage{'s' * (self.num_stages > 1)}"
+        count = "any number of stages" if self.bound_of_any else counted(self.num_stages, "stage")
         return f"{near}: no plan of {count} is faster than {format_seconds(self.bound_s)}"
 
     def explain(self, **_: Any) -> NoReturn:

@@ -403,6 +403,8 @@ def test_the_fastest_number_of_stages_leaves_out_what_only_slows_it_down() -> No
     by_number = [pd2bw_fx.split(Perceptron(), num_stages=count, **given).plan for count in range(1, 5)]
     assert found.plan.bottleneck_s == min(plan.bottleneck_s for plan in by_number)
     assert found.plan.bound_s <= min(plan.bound_s for plan in by_number)
+    assert "no plan of any number of stages is faster than" in found.plan.proof
+    assert found.check_plan(pd2bw_fx.Plan.loads(found.plan.dumps())).proof == found.plan.proof
     assert (all_devices.plan.num_stages, found.plan.num_stages) == (4, 2)
     assert [stage.device_name for stage in found.plan.stages] == ["fast:0", "fast:1"]
     assert found.schedule.shape is not None

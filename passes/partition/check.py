@@ -74,7 +74,12 @@ def check_plan(
     priced = _priced(plan, problem, cluster, nodes, memory_model=memory_model, overlap=overlap)
     if plan.bound_for not in hashes or priced.bottleneck_s < plan.bound_s * (1 - _ROUNDING):
         return replace(priced, bound_s=0.0, bound_for=hashes[0])
-    return replace(priced, bound_s=min(plan.bound_s, priced.bottleneck_s), bound_for=plan.bound_for)
+    return replace(
+        priced,
+        bound_s=min(plan.bound_s, priced.bottleneck_s),
+        bound_for=plan.bound_for,
+        bound_of_any=plan.bound_of_any,
+    )
 
 
 def _other_graph(plan: Plan, problem: Problem) -> PlanMismatchError:
