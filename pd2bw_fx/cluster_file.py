@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ _MEANT = {
     "latency_s": " of seconds: 10e-6 for 10 us",
 }
 _FEW_BYTES = 1024  # a smaller memory is meant in another unit
+_FEW_BYTES_PER_S, _FEW_FLOPS_PER_S, _MANY_S = 1e4, 1e6, 1.0  # so is a slower link or device
 _EXAMPLES = {"bytes_per_s": "[[0, 25e9], [25e9, 0]]", "latency_s": "[[0, 10e-6], [10e-6, 0]]"}
 
 MOST_DEVICES = 4096  # the matrices have a link for every two of them
@@ -193,4 +195,11 @@ def _number(where: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         meant = next((said for key, said in _MEANT.items() if key in where), "")
         raise ClusterError(f"{where} is {value!r}; a number was expected{meant}")
+    for key, is_other_unit, unit, instead in (
+        ("bytes_per_s", 0 < value < _FEW_BYTES_PER_S, "bytes a second", "{}e9 for {} GB/s"),
+        ("flops_per_s", 0 < value < _FEW_FLOPS_PER_S, "operations a second", "{}e12 for {} TFLOP/s"),
+        ("latency_s", _MANY_S <= value < math.inf, "seconds", "{}e-6 for {} us"),
+    ):
+        if key in where and is_other_unit:
+            raise ClusterError(f"{where} is {value:g} {unit}; write {instead.replace('{}', f'{value:g}')}")
     return float(value)

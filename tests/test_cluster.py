@@ -108,6 +108,18 @@ def test_a_full_matrix_is_read_row_by_row_as_sender_to_receiver(tmp_path: Path) 
             TWO_NODES.replace("bytes_per_s = 1e9", 'bytes_per_s = "8 Gbit/s"'),
             r"bytes a second: 1\.25e9 for 10",
         ),
+        (
+            TWO_NODES.replace("bytes_per_s = 1e9", "bytes_per_s = 25"),
+            r"\[between\], bytes_per_s is 25 bytes a second; write 25e9 for 25 GB/s",
+        ),
+        (
+            two_devices(latency="5"),
+            r"latency_s\[0\]\[1\] is 5 seconds; write 5e-6 for 5 us",
+        ),
+        (
+            two_devices() + "flops_per_s = 60",
+            r"device 1, flops_per_s is 60 operations a second; write 60e12 for 60 TFLOP/s",
+        ),
         (two_devices(memory="0 B"), r"device 'fast': memory_bytes is 0"),
         (two_devices(memory="1e400 GiB"), r"'1e400 GiB' is no finite number of bytes"),
         ("device = 3", r"device is 3; tables \[\[device\]\] were expected"),
