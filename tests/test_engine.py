@@ -165,7 +165,7 @@ def test_ranks_that_are_given_different_batches_later_are_told(
     told = (tmp_path / f"{mistake}.0").read_text()
     assert told.startswith("InputError: rank 0 (stage 0) and rank 1 (stage 1) were given different batches")
     assert where in told
-    assert "every rank must see the same batches" in told
+    assert "seed the data loader alike on all ranks, and use no DistributedSampler" in told
     assert where in finished.stderr.partition("Root Cause (first observed failure):")[2]
 
 

@@ -20,7 +20,10 @@ from pd2bw_fx.runtime.failure import name_peer_in_errors
 
 UNKNOWN = 0  # in place of a digest
 _SAMPLED = 4096  # of a tensor's entries, about: they are hashed in less than a tenth of a millisecond
-_RULE = "every rank must see the same batches: seed the data loader alike on all ranks"
+_RULE = (
+    "every rank must see the same batches: seed the data loader alike on all ranks, and use no "
+    "DistributedSampler"
+)
 
 
 def compare_batches(flat: Sequence[Mapping[str, Tensor]], group: dist.ProcessGroup) -> None:
