@@ -112,6 +112,23 @@ def test_a_graph_that_was_changed_by_hand_trains_on_the_loss_that_it_returns(kin
     torch.testing.assert_close(pipe.run(x)["loss"], 0.5 * model(x))
 
 
+@pytest.mark.parametrize("kind", ["module", "traced by torch.fx", "traced by split"])
+def test_what_was_split_holds_what_it_held_before(kind: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+    x = torch.randn(4, 4)
+    if kind == "module":
+        given = torch.export.export(model, (x,)).module()
+    else:
+        given = fx.symbolic_trace(model) if kind == "traced by torch.fx" else model
+    held = {name: tensor.clone() for name, tensor in given.state_dict().items()}
+    tracer = "fx" if kind == "traced by split" else "auto"
+
+    pipe = pd2bw_fx.split(given, x, cluster=2, costs="analytic", tracer=tracer)
+
+    for state in (given.state_dict(), pipe.state_dict()):
+        torch.testing.assert_close(state, held, rtol=0, atol=0)
+
+
 def test_a_decomposed_program_that_returns_its_buffers_is_refused_with_the_name_of_one() -> None:
     program = exported(nn.BatchNorm1d(8), training=True).run_decompositions()
 

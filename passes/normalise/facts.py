@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils import _pytree as pytree
 
@@ -70,6 +72,13 @@ class FakeRun(ProgramInterpreter):
     def fetch_attr(self, target: str) -> Any:
         value = super().fetch_attr(target)
         return _fake(self.mode, value) if isinstance(value, torch.Tensor) else value
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A layer runs on tensors that hold no data either: a batch norm would count this run in its own."""
+        layer = self.fetch_attr(target)
+        held = dict(chain(layer.named_parameters(), layer.named_buffers()))
+        fakes = {name: _fake(self.mode, tensor) for name, tensor in held.items()}
+        return functional_call(layer, fakes, args, kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
         try:

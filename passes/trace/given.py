@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
+from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from pd2bw_fx.errors import InputError, TraceError
@@ -94,7 +96,7 @@ def accept_graph_module(
             f"the GraphModule has the inputs {', '.join(names)}; expected a tensor for each of them, found "
             f"{len(given)} example values"
         )
-    names_out, loss, places = _names(_returned(module, given))
+    names_out, loss, places = _names(_returned(module, args, kwargs))
     examples = dict(zip(names, given, strict=False))
     return Traced(
         program=_without_guards(module),
@@ -113,31 +115,34 @@ def accept_graph_module(
     )
 
 
-def _returned(module: fx.GraphModule, given: Sequence[torch.Tensor]) -> Any:
-    """Returns what the module returns, in its form, which the graph of `ExportedProgram.module()` lacks."""
-    output: Any = module.graph.output_node().args[0]
-    if given:
-        output = _shapes_of(module, given, output)
+def _returned(module: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Returns what the module returns for tensors like the examples, in its form.
+
+    Shapes and gradients tell which one is a loss. torch.fx notes none, nor does an operator that a user put
+    in, and torch.export does not note what has a gradient. If only a real run can tell them, or there are no
+    examples, the graph's nodes are returned in their places.
+    """
+    if args or kwargs:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        held = dict(chain(module.named_parameters(), module.named_buffers()))
+        fakes: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in held.items()}
+        given = pytree.tree_map_only(torch.Tensor, mode.from_tensor, (tuple(args), dict(kwargs)))
+        try:
+            with mode, torch.enable_grad():
+                return functional_call(module, fakes, *given)
+        except Exception:  # what is wrong is said where the program is normalised
+            return _returned_by_graph(module)
+    return _returned_by_graph(module)
+
+
+def _returned_by_graph(module: fx.GraphModule) -> Any:
+    """Returns the output's nodes in its form, which the graph of `ExportedProgram.module()` lacks."""
+    output = module.graph.output_node().args[0]
     info = getattr(module.graph._codegen, "pytree_info", None)
     if info is None or info.out_spec is None:
         return output
     assert isinstance(output, tuple | list)
     return pytree.tree_unflatten([_fake(value) for value in output], info.out_spec)
-
-
-def _shapes_of(module: fx.GraphModule, given: Sequence[torch.Tensor], output: Any) -> Any:
-    """Returns the output with tensors of the shapes that the examples lead to in place of nodes.
-
-    They tell which one is a loss. torch.fx notes no shapes, nor does an operator that a user put in, and
-    torch.export does not note what has a gradient. If only a real run can tell, the nodes remain.
-    """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    try:
-        with mode, torch.enable_grad():
-            inputs = [mode.from_tensor(tensor) for tensor in given]
-            return fx.Interpreter(_without_guards(module)).run(*inputs, enable_io_processing=False)
-    except Exception:  # what is wrong is said where the program is normalised
-        return output
 
 
 def _without_guards(module: fx.GraphModule) -> fx.GraphModule:
