@@ -129,6 +129,20 @@ def test_what_was_split_holds_what_it_held_before(kind: str) -> None:
         torch.testing.assert_close(state, held, rtol=0, atol=0)
 
 
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.last = nn.GRU(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"loss": self.last(self.cells(x)[0]).square().mean()}
+
+
+def test_a_recurrent_layer_in_a_graph_of_torch_fx_is_left_to_torch_export() -> None:
+    with pytest.raises(TraceError, match=r"layer cells whole, .* is recurrent, .* torch\.export\.export\("):
+        split(fx.symbolic_trace(_Recurrent()))
+
+
 def test_a_decomposed_program_that_returns_its_buffers_is_refused_with_the_name_of_one() -> None:
     program = exported(nn.BatchNorm1d(8), training=True).run_decompositions()
 

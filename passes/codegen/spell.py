@@ -40,9 +40,10 @@ def spell(node: fx.Node, scene: Scene) -> Source:
         return _method(str(node.target), node.args, node.kwargs, scene)
     if node.op == "call_module":
         raise TraceError(
-            f"torch.fx keeps the layer {node.target} whole, which is in another mode than the model, or has "
-            "hooks, a parametrisation or attributes that the forward sets; torch.export traces into it: give "
-            "example inputs (example_args=(...), or the model's own example_inputs()) and tracer='export'"
+            f"torch.fx keeps the layer {node.target} whole, which is in another mode than the model, is "
+            "recurrent, or has hooks, a parametrisation or attributes that the forward sets; torch.export "
+            "traces into it: give example inputs (example_args=(...), or the model's own example_inputs()) "
+            "and tracer='export', or in place of a GraphModule torch.export.export(model, example)"
         )
     custom = custom_function(node.target)
     if custom is not None:

@@ -125,9 +125,9 @@ def _returned(module: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, 
     if args or kwargs:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         held = dict(chain(module.named_parameters(), module.named_buffers()))
-        fakes: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in held.items()}
-        given = pytree.tree_map_only(torch.Tensor, mode.from_tensor, (tuple(args), dict(kwargs)))
         try:
+            fakes: dict[str, torch.Tensor] = {name: mode.from_tensor(held[name]) for name in held}
+            given = pytree.tree_map_only(torch.Tensor, mode.from_tensor, (tuple(args), dict(kwargs)))
             with mode, torch.enable_grad():
                 return functional_call(module, fakes, *given)
         except Exception:  # what is wrong is said where the program is normalised
