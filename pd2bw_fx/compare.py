@@ -236,7 +236,7 @@ def _loss_of(pipe: Pipeline, batch: Any) -> float | None:
     try:
         with torch.no_grad():
             pieces = layout.cut(layout.flatten(batch), m)
-            losses = [float(run_in_turn(pipe.stages, piece)[loss]) for piece in pieces]
+            losses = [float(run_in_turn(pipe.stages, piece, pipe.graph)[loss]) for piece in pieces]
     finally:
         for module in modules:
             module.train()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import linecache
+import re
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from pd2bw_fx.untraced_operands import NAMESPACE
 
 if TYPE_CHECKING:
     from pd2bw_fx.stage import StageProgram
+
+SOURCE_NAME = re.compile(r"<(stage_\d+\.py) [0-9a-f]+>")  # the file of a stage, as tracebacks name it
 
 
 def build_module(program: StageProgram, tensors: Mapping[str, Tensor], *, copied: bool = True) -> nn.Module:

@@ -125,7 +125,7 @@ class Pipeline:
             raise InputError("to run the stages on a batch, split the model with example_args")
         require_values(self.graph, self._tensors)
         (inputs,) = self.batch_layout.cut(self.batch_layout.flatten(batch), 1)
-        outputs = run_in_turn(self.stages, inputs)
+        outputs = run_in_turn(self.stages, inputs, self.graph)
         return {output.name: outputs[output.name] for output in self.graph.outputs}
 
     def tensors(self) -> Mapping[str, Tensor]:

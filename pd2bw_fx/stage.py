@@ -9,8 +9,9 @@ from typing import Any, Self
 from torch import Tensor, nn
 
 from pd2bw_fx.errors import PlanMismatchError
-from pd2bw_fx.graph import TensorSpec
+from pd2bw_fx.graph import OperatorGraph, TensorSpec
 from pd2bw_fx.module import build_module, build_modules, held_buffers, held_parameters, held_tensors
+from pd2bw_fx.stage_errors import authors_lines, note_place
 from pd2bw_fx.units import counted
 
 __all__ = [
@@ -147,12 +148,21 @@ def outputs_of(program: StageProgram, returned: Any) -> dict[str, Tensor]:
     return {port.value: value for port, value in zip(program.outputs, values, strict=True)}
 
 
-def run_in_turn(stages: Sequence[Stage], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Runs the stages one after another in this process; returns the model's outputs by name."""
+def run_in_turn(
+    stages: Sequence[Stage], inputs: Mapping[str, Tensor], graph: OperatorGraph
+) -> dict[str, Tensor]:
+    """Runs the stages one after another in this process; returns the model's outputs by name.
+
+    An error in a stage gets a note with the author's line, which `graph` has.
+    """
     values = dict(inputs)
     outputs: dict[str, Tensor] = {}
     for stage in stages:
-        returned = stage.module(*(values[port.value] for port in stage.program.inputs))
+        try:
+            returned = stage.module(*(values[port.value] for port in stage.program.inputs))
+        except Exception as error:
+            note_place(error, authors_lines(graph))
+            raise
         results = outputs_of(stage.program, returned)
         values |= results
         for port in stage.program.outputs:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.stage import StageProgram
+from pd2bw_fx.stage_errors import origins
 
 from .assertions import Asserted
 
@@ -27,7 +28,6 @@ MODULE, SOURCE, GENERATED, STAGE = (f"pd2bw_fx.{key}" for key in ("module", "sou
 
 WRAPPED_PREFIX = "wrapped."
 _TORCH = "pkg.torch.onnx."
-_LOCATION = re.compile(r"#.*?(\S+\.py:\d+)")
 
 
 class Wrapped(nn.Module):
@@ -54,7 +54,7 @@ def describe_nodes(model: ir.Model, program: StageProgram, graph: OperatorGraph 
     share in the operator graph, if they do.
     """
     frame = re.compile(rf'File "<stage_{program.stage}\.py [0-9a-f]+>", line (\d+)')
-    source_of_line = _source_lines(program.source)
+    source_of_line = origins(program.source)
     source_of_kind = _lines_by_kind(graph)
     for node in model.graph.all_nodes():
         notes = node.metadata_props
@@ -100,20 +100,6 @@ def _listed(text: str | None) -> list[str]:
     except (ValueError, SyntaxError):
         return []
     return [str(entry) for entry in value] if isinstance(value, list) else []
-
-
-def _source_lines(source: str) -> dict[int, str]:
-    """Returns, for each line of generated code, the source line that its statement's comment names."""
-    found: dict[int, str] = {}
-    written = source.splitlines()
-    for statement in ast.walk(ast.parse(source)):
-        if not isinstance(statement, ast.Assign | ast.AugAssign | ast.Return | ast.Expr):
-            continue
-        lines = range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
-        named = [match[1] for line in lines if (match := _LOCATION.search(written[line - 1]))]
-        if named:
-            found |= dict.fromkeys(lines, named[0])
-    return found
 
 
 def _lines_by_kind(graph: OperatorGraph | None) -> dict[tuple[str, str], str]:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from pd2bw_fx.errors import WorkerError
 from pd2bw_fx.runtime.launcher import tell_launcher
+from pd2bw_fx.stage_errors import place_of
 
 _MAKING = "making an engine"
 _MEETING_S = 5.0  # until all ranks have met: at a batch that one of them refuses, or at the end
@@ -61,6 +62,12 @@ def calls_apart(here: str, own: str, there: str, theirs: str, *, rule: str = "")
     return f"{here} is {own} where {there} is {theirs}: all ranks make the same calls {rule}"
 
 
+def at(error: BaseException) -> str:
+    """Returns, for the end of a summary, at which call of a stage an error began; else nothing."""
+    place = place_of(error)
+    return "" if place is None else f", at {place}"
+
+
 def note_full_memory(error: BaseException) -> None:
     """Adds to an error of a GPU's full memory what to try."""
     if isinstance(error, torch.OutOfMemoryError) and _FULL not in getattr(error, "__notes__", ()):
@@ -102,7 +109,7 @@ def share_failure(
     except Exception as error:
         note_full_memory(error)
         error.add_note(f"on rank {rank}, {stages}, {doing()}")
-        tell(engine, f"rank {rank} ({stages}) failed {doing()}:\n{traceback.format_exc()}")
+        tell(engine, f"rank {rank} ({stages}) failed {doing()}{at(error)}:\n{traceback.format_exc()}")
         tell_launcher(error, traceback.format_exc())
         raise
 

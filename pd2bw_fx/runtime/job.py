@@ -17,6 +17,7 @@ from pd2bw_fx.plan import Plan
 from pd2bw_fx.runtime.recompute import unread_statistics
 from pd2bw_fx.source_check import uses_vary
 from pd2bw_fx.stage import StageProgram
+from pd2bw_fx.stage_errors import authors_lines
 from pd2bw_fx.state import as_state_dict, require_scalar_loss, require_values
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ class Job:
     training_writes: frozenset[str]  # tensors that a forward writes in training only
     written_parameters: frozenset[str]  # parameters that a forward writes
     unread_statistics: frozenset[str]  # buffers that a forward writes and that nothing is computed from
+    authors_lines: Mapping[str, str]  # the model's code, for errors in a stage (`stage_errors.py`)
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -238,7 +240,7 @@ def jobs(pipeline: Pipeline, work: Work) -> tuple[Job, ...]:
     returned = {port.model_output: port for p in programs for port in p.outputs}
     written = {name for operator in graph.operators.values() for name in operator.writes_buffers}
     written_parameters = frozenset(written & graph.parameters.keys())
-    unread = unread_statistics(graph)
+    unread, lines = unread_statistics(graph), authors_lines(graph)
     held, report = pipeline.tensors(), pipeline.trace_report
     require_values(graph, held)
     from_batch = graph.computed_from([known.name for known in pipeline.batch_layout.inputs if known.batched])
@@ -271,6 +273,7 @@ def jobs(pipeline: Pipeline, work: Work) -> tuple[Job, ...]:
                 training_writes=frozenset() if report is None else frozenset(report.training_writes),
                 written_parameters=written_parameters,
                 unread_statistics=unread,
+                authors_lines=lines,
             )
         )
     return tuple(sorted(made, key=lambda job: job.rank))

@@ -79,7 +79,10 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Why the worker ends. `is_consequence`: another worker's end was the reason."""
+    """Why the worker ends: `kind` is the error's type, and the call of a stage that it came from, if any.
+
+    `is_consequence`: another worker's end was the reason.
+    """
 
     error: str
     kind: str

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from pd2bw_fx.errors import InputError, WorkerError
 from pd2bw_fx.runtime.failure import (
+    at,
     forget,
     is_met_by_all,
     name_peer_in_errors,
@@ -95,8 +96,8 @@ class SharedCalls:
         except BaseException as error:
             self.is_broken = True
             if not isinstance(error, WorkerError):
-                at = doing + self._where()
-                self._why_broken = f"rank {self._rank} ({self._described}) failed {at}: {error!r}"
+                when = doing + self._where() + at(error)
+                self._why_broken = f"rank {self._rank} ({self._described}) failed {when}: {error!r}"
             raise
         finally:
             self._call = outer

@@ -28,6 +28,7 @@ from pd2bw_fx.runtime.split_backward import WeightHalf, input_half, reaches
 from pd2bw_fx.runtime.weights import WeightStore
 from pd2bw_fx.source_check import uses_vary
 from pd2bw_fx.stage import StageProgram, held_tensors, outputs_of
+from pd2bw_fx.stage_errors import note_place
 
 OnOutput = Callable[[int, str, Tensor], None]
 """Is told what the model returns for a microbatch: by its number, the output's name and value."""
@@ -109,6 +110,7 @@ class StageRunner:
         # A compiled stage calls no operator that could be told from the others: it draws as a whole.
         self.draws = Draws(program.stage, () if is_compiled else program.draws, device)
         self._stage = program.stage
+        self._authors_lines = job.authors_lines
         self._loss = job.loss
         self._version_of_loss = functools.partial(
             job.work.rules.forward_version, job.shape, job.shape.num_stages - 1
@@ -159,7 +161,11 @@ class StageRunner:
         return self.links.activations_in if kind is Kind.RECEIVE_ACTIVATION else self.links.gradients_in
 
     def perform(self, action: Action) -> None:
-        self._performs[action.kind](self, action)
+        try:
+            self._performs[action.kind](self, action)
+        except Exception as error:
+            note_place(error, self._authors_lines)
+            raise
 
     # This rank sends what other ranks wait for in an update before it waits for them.
 

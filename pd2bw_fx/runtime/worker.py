@@ -25,7 +25,7 @@ from torch.distributed.constants import default_pg_timeout
 from pd2bw_fx.errors import Pd2bwError, WorkerError
 from pd2bw_fx.passes.schedule import register_method
 from pd2bw_fx.runtime.engine import Engine
-from pd2bw_fx.runtime.failure import note_full_memory
+from pd2bw_fx.runtime.failure import at, note_full_memory
 from pd2bw_fx.runtime.launcher import end_now
 from pd2bw_fx.runtime.messages import BEAT_S, Alive, Done, Failed, Finish, Finished, Start, receive
 from pd2bw_fx.runtime.nursery import given_end, note_worker
@@ -56,7 +56,7 @@ def serve(descriptor: int) -> None:
         if isinstance(error, Pd2bwError):  # which says itself what it is about
             text = "\n".join([str(error), *(getattr(error, "__notes__", ()) if mine else ())])
         with suppress(OSError):  # the parent may have gone
-            parent.tell(Failed(text, type(error).__name__, not mine))
+            parent.tell(Failed(text, type(error).__name__ + at(error), not mine))
         end_now()
 
 
