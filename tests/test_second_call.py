@@ -43,7 +43,15 @@ class _SeldomLeftOut(nn.Module):
 @pytest.mark.parametrize("name", DRAWN)
 @pytest.mark.parametrize("tracer", ["auto", "fx"])
 def test_a_layer_that_is_seldom_left_out_is_found(name: str, tracer: str) -> None:
-    with pytest.raises(TraceError, match="draws Python or numpy random numbers"):
+    lines = {
+        "random": r"if self\.draw\(\) <= self\.rate:",
+        "uniform": r'"uniform": lambda: random',
+        "numpy": r'"numpy": lambda: float',
+    }
+    message = (
+        rf"draws Python or numpy random numbers in its forward \(test_second_call\.py:\d+: {lines[name]}"
+    )
+    with pytest.raises(TraceError, match=message):
         trace(_SeldomLeftOut(DRAWN[name], 1e-6), (torch.randn(4, 3),), tracer=tracer)
 
 

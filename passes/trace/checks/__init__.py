@@ -7,6 +7,7 @@
     watch               what a forward changes while it runs
     second_call         models that compute something else from call to call
     extreme_random      calls at extreme random numbers of Python and numpy
+    drawing_line        which line of the model draws such numbers
     sparse_tensors      sparse tensors that a trace reads
     single_sample       programs that are wrong for a batch of one sample
     remade_parameters   parameters that a forward makes anew, where stages cannot

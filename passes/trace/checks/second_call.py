@@ -20,6 +20,7 @@ from pd2bw_fx.passes.trace.inputs import common_batch_size
 from pd2bw_fx.passes.trace.program import Program
 
 from .counters import require_no_count
+from .drawing_line import drawing_line
 from .extreme_random import calls_by_chance, keep_random_numbers
 from .places import step_on
 from .tensor_attributes import set_on_a_tensor
@@ -117,14 +118,14 @@ def require_the_same_again(program: Program, first: Any, traced_again: Callable[
         return
 
     def compare() -> None:
-        _require_equal(first, traced_again, watch.changes)
+        _require_equal(program, first, traced_again, watch.changes)
 
     def compare_at(*, is_second: bool) -> None:
         for change in watch.changes:
             if not change.is_of_a_counter:
                 change.place.put(change.after)
         with keep_random_numbers():
-            _require_equal(first, traced_again, watch.changes if is_second else counters)
+            _require_equal(program, first, traced_again, watch.changes if is_second else counters)
 
     counters = [change for change in watch.changes if change.is_of_a_counter]
     left = dict[int, Any]()  # by a traced call, in the counters
@@ -308,7 +309,9 @@ def _is_same_result(one: torch.Tensor, other: torch.Tensor | None) -> bool:
     return torch.allclose(a, b, rtol=0.0, atol=within * largest, equal_nan=True)
 
 
-def _require_equal(first: Any, traced_again: Callable[[], Any], changes: Sequence[Change]) -> None:
+def _require_equal(
+    program: Program, first: Any, traced_again: Callable[[], Any], changes: Sequence[Change]
+) -> None:
     try:
         if traced_again() == first:
             return
@@ -320,8 +323,10 @@ def _require_equal(first: Any, traced_again: Callable[[], Any], changes: Sequenc
         raise _by_plain_values(changes) from error
     if changes:
         raise _by_plain_values(changes)
+    line = drawing_line(program, results_of)
+    place = "" if line is None else f" ({line})"
     raise TraceError(
-        "the model draws Python or numpy random numbers in its forward and computes something else from "
-        "call to call; a trace would keep one draw for ever. Draw with torch.rand, or set the rate "
+        f"the model draws Python or numpy random numbers in its forward{place} and computes something else "
+        "from call to call; a trace would keep one draw for ever. Draw with torch.rand, or set the rate "
         "(layerdrop) to 0"
     )

@@ -114,7 +114,7 @@ class Watch:
         self._tensors = {key: _tensor_attributes(module) for key, module in modules.items()}
         self._contents = {key: _contents(module) for key, module in modules.items()}
         self._on_tensors = _on_tensors(model)
-        self._random = _random_state()
+        self._random = random_state()
         self._places = {
             place.identity: (place, value, snapshot(value)) for place, value in places_of(model, loss_fn)
         }
@@ -125,7 +125,7 @@ class Watch:
             return
         self.made = tuple(name for name, _ in model.named_parameters() if name not in self._parameters)
         self.made_buffers = tuple(name for name, _ in model.named_buffers() if name not in self._buffers)
-        self.drew_python_random = _random_state() != self._random
+        self.drew_python_random = random_state() != self._random
         nodes = _autograd_nodes(results)
         self.custom_functions = tuple(_custom_functions(nodes))
         own = set(model.parameters())
@@ -282,7 +282,7 @@ def _is_of_tensors(value: Any) -> bool:
     return isinstance(value, torch.Tensor | fx.Proxy)
 
 
-def _random_state() -> Any:
+def random_state() -> Any:
     """Returns the states of Python's generator and, where numpy is imported, numpy's."""
     numpy = sys.modules.get("numpy")
     state = None if numpy is None else numpy.random.get_state()
