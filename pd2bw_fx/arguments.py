@@ -90,7 +90,10 @@ def require_known_options(
         if name not in known:
             near = [own for own in known if f"_{name}_" in f"_{own}_"]  # `updates` is of num_updates
             near = near or difflib.get_close_matches(name, known, n=1)
-            advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            listed = (
+                f"known {'is' if len(known) == 1 else 'are'} {', '.join(known)}" if known else "it takes none"
+            )
+            advice = f"did you mean {near[0]}?" if near else listed
             raise InputError(f"{name} is no option of {what}; {(elsewhere or {}).get(name, advice)}")
 
 
@@ -106,12 +109,14 @@ C = TypeVar("C", bound=type)
 
 
 def with_known_options(function: Callable[P, R]) -> Callable[P, R]:
-    """Makes a public function refuse names that it does not take, by `require_known_options`.
+    """Makes a public function refuse names that it does not take, by `require_known_options`, and a call
+    without what it needs.
 
     One that hands on further options checks those itself; of it only a name is refused that was meant for
     one that is required.
     """
-    parameters = inspect.signature(function).parameters.values()
+    signature = inspect.signature(function)
+    parameters = signature.parameters.values()
     kinds = inspect.Parameter
     known = [
         each.name for each in parameters if each.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
@@ -130,6 +135,10 @@ def with_known_options(function: Callable[P, R]) -> Callable[P, R]:
             given = [name for name in given if difflib.get_close_matches(name, missing)]
         if given:
             require_known_options(_called(function), given, known)
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise InputError(f"{_called(function)}: {error}; it takes {', '.join(known)}") from None
         return function(*args, **kwargs)
 
     return checked

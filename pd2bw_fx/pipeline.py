@@ -113,6 +113,7 @@ class Pipeline:
         for program in self.programs:
             yield Stage(program, build_module(program, self._tensors))
 
+    @with_known_options
     def run(self, batch: Any) -> dict[str, Tensor]:
         """Runs the stages one after another in this process; returns the model's outputs by name.
 
@@ -132,6 +133,7 @@ class Pipeline:
         """Returns every parameter, buffer and constant, once each, by its name in the graph."""
         return self._tensors
 
+    @with_known_options
     def state_dict(self) -> dict[str, Tensor]:
         """Returns all stages' weights with the keys, shapes and ties of the original model's state_dict.
 
@@ -139,6 +141,7 @@ class Pipeline:
         """
         return as_state_dict((*self.graph.parameters.values(), *self.graph.buffers.values()), self._tensors)
 
+    @with_known_options
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
         """Replaces weights, all or some of them, given by name in the graph or by any tied name.
 
@@ -189,6 +192,7 @@ class Pipeline:
         kept = keeping(method, self.shape()) if self.plan.replicas is None else keeping_copies(method)
         return explain(self.plan, problem, self.cluster, **{"kept": kept, **self.planning_options, **options})
 
+    @with_known_options
     def check_plan(self, plan: Plan) -> Plan:
         """Returns another plan for this model, edited by hand say, with its costs on this cluster.
 
@@ -241,6 +245,7 @@ class Pipeline:
             tolerance=tolerance,
         )
 
+    @with_known_options
     def save(self, folder: str | Path) -> None:
         """Writes sources, weights (safetensors), plan and schedule (JSON) and a manifest with hashes.
 

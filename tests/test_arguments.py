@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.compare import compare
 from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.costs import MemoryModel
 from pd2bw_fx.device import Device
@@ -126,6 +127,18 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
     ),
     "updates is no option of simulate; did you mean num_updates": (
         lambda: pipe().simulate(updates=4),
+        InputError,
+    ),
+    "strict is no option of Pipeline.load_state_dict; known is tensors": (
+        lambda: pipe().load_state_dict({}, strict=False),  # type: ignore[call-arg]
+        InputError,
+    ),
+    "compare: missing a required argument: 'cluster'; it takes model, cluster, methods": (
+        lambda: compare(nn.Linear(4, 4), methd=1),  # type: ignore[call-arg]
+        InputError,
+    ),
+    "Pipeline.save: too many positional arguments; it takes folder": (
+        lambda: pipe().save("a", True),  # type: ignore[call-arg]
         InputError,
     ),
     "max_gap is 2; a share": (lambda: pipe().explain(max_gap=2), InputError),
