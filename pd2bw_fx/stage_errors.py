@@ -41,9 +41,14 @@ class Place:
     def described(self) -> str:
         return f"{self.call} of {self.layer}" if self.layer else self.call
 
+    @property
+    def origin(self) -> str:
+        """The author's line, or where the generated code names none its own."""
+        return self.comment or f"{self.file}:{self.line}"
+
     def __str__(self) -> str:
         """Returns the place in a few words: `F.cross_entropy(z, y), model.py:13`."""
-        return f"{self.described}, {self.comment or f'{self.file}:{self.line}'}"
+        return f"{self.described}, {self.origin}"
 
 
 def place_of(error: BaseException) -> Place | None:
@@ -64,6 +69,17 @@ def place_of(error: BaseException) -> Place | None:
         comment=origins("".join(linecache.getlines(at.filename))).get(at.lineno or 1),
         layer=next((path for path, layer in layers if layer is own), ""),
     )
+
+
+def place_in(stack_trace: str) -> Place | None:
+    """Returns the innermost line of generated code in a traced node's stack trace; None if there is none."""
+    found = list(re.finditer(rf'File "({SOURCE_NAME.pattern})", line (\d+)', stack_trace))
+    if not found:
+        return None
+    filename, file, line = found[-1].groups()
+    lines = linecache.getlines(filename)
+    text = lines[int(line) - 1].partition("  #")[0].strip()
+    return Place(file, int(line), text, origins("".join(lines)).get(int(line)), "")
 
 
 def note_place(error: BaseException, written: Mapping[str, str]) -> None:

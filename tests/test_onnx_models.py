@@ -10,6 +10,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -343,12 +344,31 @@ def test_what_the_forward_writes_is_named_or_in_the_file(tmp_path: Path) -> None
         pipe(clamps=False).export_onnx(tmp_path / "averaged")
 
 
-def test_what_no_opset_has_is_told(tmp_path: Path) -> None:
-    class Rotated(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            turned = torch.complex(super().forward(x), x)
-            return torch.einsum("bi,bj->bij", turned, turned).real.mean()
+class Rotated(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        turned = torch.complex(super().forward(x), x)
+        return torch.einsum("bi,bj->bij", turned, turned).real.mean()
 
-    pipe = pd2bw_fx.split(Rotated(6, 6), torch.randn(4, 6), cluster=1, costs="analytic", check=False)
-    with pytest.raises(ExportError, match=r"aten\.einsum.*no opset has it"):
+
+class Spoken(nn.Linear):
+    """Sounds of two steps, whose written form is one character."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = super().forward(x).log_softmax(-1).expand(2, -1, -1)
+        lengths = x.new_full((x.shape[0],), 2, dtype=torch.int64)
+        return F.ctc_loss(steps, lengths[:, None] - 1, lengths, lengths - 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "operator", "call"),
+    [
+        (Rotated(6, 6), "aten.einsum", r"it is in return torch\.einsum\(.*, test_onnx_models\.py:\d+; "),
+        (Spoken(6, 6), "aten._ctc_loss", r"it is in F\.ctc_loss\(.*, test_onnx_models\.py:\d+; "),
+    ],
+)
+def test_what_no_opset_has_is_told_with_the_line(
+    tmp_path: Path, model: nn.Module, operator: str, call: str
+) -> None:
+    pipe = pd2bw_fx.split(model, torch.randn(4, 6), cluster=1, costs="analytic", check=False)
+    with pytest.raises(ExportError, match=rf"{operator}.*{call}no opset has it.* a loss goes into a loss_fn"):
         pipe.export_onnx(tmp_path / "onnx")

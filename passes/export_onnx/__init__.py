@@ -2,6 +2,7 @@
 
     export          one file per stage, or one annotated file, checked against the model
     graph           one stage as an ONNX model, with the names that we promise
+    refusal         the error for a stage that cannot be translated
     spelling        calls that the exporter gets wrong, written otherwise while it records a stage
     operators/      operators that ONNX lacks, computed by those that it has
     assertions      what a stage asserts, as nodes that end a run

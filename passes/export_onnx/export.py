@@ -30,9 +30,10 @@ from .annotate import annotate, check_annotation
 from .check import compare, largest
 from .exactness import coarsest, coarsest_behind
 from .examples import any_axis_of_one, batch_size, example_of, examples_of_other_sizes, model_inputs
-from .graph import NEWEST_OPSET, OLDEST_OPSET, produced, stage_model
+from .graph import produced, stage_model
 from .merge import EXTERNAL_ABOVE_BYTES, merged, save
 from .original import Original
+from .refusal import NEWEST_OPSET, OLDEST_OPSET
 from .run import KIND, SCHEMA, in_mode, run_files, run_modules, run_whole
 from .varying import changed_value, why_it_varies, written_by
 

@@ -18,26 +18,18 @@ from torch import Tensor, fx, nn
 from pd2bw_fx.contraction import keep_contractions_symbolic
 from pd2bw_fx.errors import ExportError
 from pd2bw_fx.graph import OperatorGraph
-from pd2bw_fx.onnx_session import first_line, require
+from pd2bw_fx.onnx_session import require
 from pd2bw_fx.process_settings import leave_other_flags_alone
-from pd2bw_fx.source_check import operators_called
 from pd2bw_fx.stage import Port, StageProgram
-from pd2bw_fx.untraced_operands import NAMESPACE as UNTRACED
 
 from .assertions import add_checks, take_conditions
 from .origin import WRAPPED_PREFIX, Wrapped, describe_nodes
+from .refusal import cannot_be_translated
 from .spelling import TranslatableSpelling
 from .translations import operators_listed_once, translations_read_once
 
 if TYPE_CHECKING:
     import onnx_ir as ir
-
-# The exporter's translations begin at the first; beyond the last it writes files that the checker refuses.
-OLDEST_OPSET, NEWEST_OPSET = 18, 25
-
-_DynamicShape = torch._subclasses.fake_tensor.DynamicOutputShapeException  # of a kernel that nobody has
-
-_OF_TORCH = ("aten", "prims")
 
 _TALKATIVE = ("torch.onnx", "torch.export", "torch.fx.experimental.symbolic_shapes", "onnxscript", "onnx_ir")
 
@@ -88,21 +80,7 @@ def stage_model(
             _tidy(model, held)
             describe_nodes(model, program, graph)
     except Exception as error:  # the exporter raises whatever the operator's translation raised
-        foreign = [called for called in operators_called(program.source) if called[0] not in _OF_TORCH]
-        advice = f"another opset ({OLDEST_OPSET} to {NEWEST_OPSET}) may know it"
-        if "No ONNX function found" in str(error) or isinstance(error.__cause__, _DynamicShape):
-            advice = (
-                "no opset has it: write it in other operators, or split the model without it, as without its "
-                "loss (docs/ONNX.md)"
-            )
-        if foreign and foreign[0][0] == UNTRACED:
-            advice = f"{foreign[0][1]} is not traced: split the model without it to export it"
-        elif foreign:
-            advice = f"{'::'.join(foreign[0])} is none of torch's own, and ONNX knows those alone"
-        raise ExportError(
-            f"stage {program.stage} cannot be translated to ONNX opset {opset}: {first_line(error)}; look "
-            f"for the operator in its source; {advice}"
-        ) from error
+        raise cannot_be_translated(program, opset, error) from error
     conditions = take_conditions(model, asserted.messages)
     _name(model, program, names)
     add_checks(model, conditions, asserted.messages)
