@@ -24,6 +24,7 @@ its draft mode finds them.
     size_guards       the batch sizes that a trace's guards hold for
     eager_run         the model run as it is: does it accept the example, what conditions does it meet
     source_lines      the author's line that an error or a node comes from
+    own_faults        the warning of a front end that fails by a mistake of our own
     draft             the lines that stop torch.export, from its draft mode
     advice            the error where no front end could trace
     notes             what users are told about a trace
@@ -72,6 +73,7 @@ from .inputs import (
     without_cache,
 )
 from .notes import notes_of
+from .own_faults import warn_of_own_fault
 from .patches.conditions import ChoiceError, Conditions, UnseenChoiceError
 from .program import Program
 from .source_lines import one_line
@@ -279,6 +281,7 @@ def _first_that_works(front_ends: Sequence[str], flat: FlatArguments, request: _
             failures.append((name, error))
             if name == front_ends[0] and request.batch_size is not None:
                 require_eager_run(program)
+            warn_of_own_fault(name, error)
     return _Outcome(program, None, tuple(failures))
 
 
