@@ -5,6 +5,7 @@ author_loops.py   the loops around a line in its author's source: their counters
 tokens.py         statements as tokens, and the value that each name stands for
 entries.py        a body as statements and loops, with what every attempt to find rounds needs
 members.py        loops over the members of a container: `for block in self.blocks:`
+sums.py           additions that are the author's `sum` over members
 rolling.py        loops over numbers: `for t in range(3):`
 rounds.py         what the rounds of such a loop have in common
 counted.py        numbers that change from round to round, as what the loop counts

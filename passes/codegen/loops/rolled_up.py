@@ -22,6 +22,7 @@ from .entries import Entry, entry_text, num_lines
 from .members import rolled
 from .over_members import over_members
 from .rolling import in_rounds
+from .sums import with_sums
 from .together import together
 
 _SUM_FROM_ZERO = re.compile(r"(\w+) = (0|0\.0) \+ (.+)")
@@ -29,6 +30,7 @@ _SUM_FROM_ZERO = re.compile(r"(\w+) = (0|0\.0) \+ (.+)")
 
 def rolled_up(body: Sequence[Statement], attributes: Attributes) -> list[Entry]:
     """Returns the body with loops in place of what repeats."""
+    body = with_sums(body, attributes)
     found = in_rounds(rolled(body, attributes), attributes)
     zeros, rest = _taken_apart(body)
     if zeros:

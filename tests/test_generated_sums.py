@@ -1,0 +1,82 @@
+"""The author's `sum` over the members of a container stands in the generated code as a sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pd2bw_fx
+
+
+class Sums(nn.Module):
+    def __init__(self, num_layers: int, added: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(num_layers))
+        self.out = nn.Linear(8, 8)
+        self.added = added
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.added(self, x)
+
+
+def read_by_a_layer(own: Any, x: Tensor) -> Tensor:
+    return own.out(sum(layer(x) for layer in own.layers))
+
+
+def weighted(own: Any, x: Tensor) -> Tensor:
+    return sum(torch.tanh(layer(x)) * 0.5 for layer in own.layers) * 2
+
+
+def taken_off(own: Any, x: Tensor) -> Tensor:
+    return x - sum(layer(x) + x for layer in own.layers)
+
+
+def added_to(own: Any, x: Tensor) -> Tensor:
+    h = sum(layer(x) for layer in own.layers) + x
+    return h * h
+
+
+def listed(own: Any, x: Tensor) -> Tensor:
+    return sum([layer(x) for layer in own.layers]) / len(own.layers)
+
+
+CASES = {
+    read_by_a_layer: "return self.out(sum(layer(x) for layer in self.layers))",
+    weighted: "return sum(torch.tanh(layer(x)) * 0.5 for layer in self.layers) * 2",
+    taken_off: "return x - sum(layer(x) + x for layer in self.layers)",
+    added_to: "h = sum(layer(x) for layer in self.layers) + x",
+    listed: "return sum(linear_list) / ",
+}
+
+
+@pytest.mark.parametrize("num_layers", [2, 5])
+@pytest.mark.parametrize("added", CASES)
+def test_a_sum_over_members_is_one_line(added: Callable[[Any, Tensor], Tensor], num_layers: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 8)
+    pipe = pd2bw_fx.split(Sums(num_layers, added), x, cluster=1, costs="analytic")
+
+    assert CASES[added] in pipe.stages[0].source
+
+
+def test_a_sum_that_would_not_fit_in_a_line_stays_as_its_additions() -> None:
+    def added(own: Any, x: Tensor) -> Tensor:
+        return own.out(
+            sum(torch.tanh(layer(x)) * torch.sigmoid(x) * torch.relu(x).exp() for layer in own.layers)
+        )
+
+    pipe = pd2bw_fx.split(Sums(3, added), torch.randn(4, 8), cluster=1, costs="analytic")
+
+    assert "sum(" not in pipe.stages[0].source.partition("def main")[0]
+
+
+def test_a_cut_sum_begins_with_the_part_that_its_first_stage_has() -> None:
+    model = Sums(6, read_by_a_layer)
+    first, second = pd2bw_fx.split(model, torch.randn(4, 8), cluster=2, costs="analytic").stages
+
+    assert "return sum(layer(x) for layer in self.layers)" in first.source
+    assert "total + " in second.source
