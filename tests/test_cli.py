@@ -17,6 +17,7 @@ from torch import nn
 
 import pd2bw_fx
 from pd2bw_fx.cli import main
+from pd2bw_fx.files import MANIFEST
 from pd2bw_fx.models import build
 
 PACKAGE = Path(pd2bw_fx.__file__).parent
@@ -86,11 +87,16 @@ print(json.dumps(imported))
 
 def test_help_mistakes_and_workloads_are_answered_without_torch(tmp_path: Path) -> None:
     workload = PACKAGE.parent / "benchmarks/workloads/layers_bert24_inference.json"
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    (saved / MANIFEST).write_text("{}")
+    (saved / "plan.json").write_text('{"stages": 3}')
     light = [
         None,  # `import pd2bw_fx`
         *([], ["--help"], ["--version"], ["train", "--help"], ["show", "gpt", "--stages", "1"]),
         *(["train", "gpt", "--lr", "-1"], ["plan", "nothing"], ["plan", "nothing.onnx"]),
         *(["plan", "gpt", "--cluster", "nothing.toml"], ["train", "gpt", "--method", "2bx"]),
+        *(["check", str(saved)], ["check", str(saved / "plan.json")]),
     ]
     steps = [*light, ["plan", "--workload", str(workload)]]
     path = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}

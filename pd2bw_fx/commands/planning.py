@@ -17,7 +17,7 @@ from pd2bw_fx.commands.common import (
     model_command,
     saved_folder,
 )
-from pd2bw_fx.commands.options import numbers_named, planning, search_options, slack_named
+from pd2bw_fx.commands.options import numbers_named, plan_in, planning, search_options, slack_named
 from pd2bw_fx.errors import UsageError
 from pd2bw_fx.files import MANIFEST
 from pd2bw_fx.report import PARTS, is_page
@@ -203,6 +203,9 @@ def _check(options: argparse.Namespace) -> int:
             f"{options.plan} is in no folder written by split, whose graph and costs price a plan; "
             "put it there"
         )
+    file = options.plan / "plan.json" if options.plan.is_dir() else options.plan
+    if file.is_file():
+        plan_in(file)  # refuses what is no plan before torch is imported, which pricing needs
     from pd2bw_fx.commands.work import planning, seeded
 
     return seeded(planning.check, options)
