@@ -114,6 +114,35 @@ def test_a_worker_ends_quietly_whose_parent_goes_while_it_sends(
         assert capfd.readouterr() == ("", "")
 
 
+TRAINS = """
+import os, signal, sys, torch, pd2bw_fx
+pipe = pd2bw_fx.load(sys.argv[1])
+
+def batches():
+    for count in range(100):
+        if count == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        yield tuple(torch.cat([tensor] * 4) for tensor in pipe.example.values())
+
+pipe.train_local(batches(), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+"""
+
+
+def test_workers_whose_parent_was_killed_remove_the_file_by_which_they_met(
+    pipe: pd2bw_fx.Pipeline, tmp_path: Path
+) -> None:
+    pipe.save(tmp_path / "mlp")
+    environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[1])}
+
+    finished = subprocess.run([sys.executable, "-c", TRAINS, str(tmp_path / "mlp")], env=environment)
+
+    assert finished.returncode == -signal.SIGTERM
+    until_s = time.monotonic() + 20
+    while list(tmp_path.glob("pd2bw_fx_*")) and time.monotonic() < until_s:
+        time.sleep(0.05)
+    assert not list(tmp_path.glob("pd2bw_fx_*"))
+
+
 def test_workers_have_the_environment_the_folder_and_the_output_of_now(
     pipe: pd2bw_fx.Pipeline,
     tmp_path: Path,

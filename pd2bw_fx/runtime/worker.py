@@ -15,7 +15,8 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -45,7 +46,7 @@ def serve(descriptor: int) -> None:
     except (EOFError, OSError):  # the parent has gone, before it began a message or while it sent one
         return
     parent = _Parent(connection)
-    threading.Thread(target=_read, args=(connection, messages), daemon=True).start()
+    threading.Thread(target=_read, args=(connection, parent, messages), daemon=True).start()
     threading.Thread(target=parent.keep_beating, daemon=True).start()
     try:
         _work(received, parent, messages)
@@ -77,6 +78,21 @@ class _Parent:
         self._connection = connection
         self._lock = threading.Lock()
         self._doing: Callable[[], str] = lambda: "making its engine"
+        self._meeting: Path | None = None
+
+    def meet_by(self, file: str) -> None:
+        """Sets the file by which the workers meet: a parent that is killed cannot remove it."""
+        self._meeting = Path(file)
+
+    def end(self) -> NoReturn:
+        """Ends this worker, whose parent has gone."""
+        end_now(self._remove_meeting)
+
+    def _remove_meeting(self) -> None:
+        if self._meeting is not None:
+            with suppress(OSError):  # the parent, or another worker, has done it
+                self._meeting.unlink(missing_ok=True)
+                self._meeting.parent.rmdir()
 
     def hear_of(self, doing: Callable[[], str]) -> None:
         """Sets what is asked from now on for what this worker is doing."""
@@ -97,17 +113,17 @@ class _Parent:
             try:
                 self.tell(Alive(self.doing()))
             except OSError:
-                end_now()
+                self.end()
             time.sleep(BEAT_S)
 
 
-def _read(connection: Connection, messages: queue.SimpleQueue[Any]) -> None:
+def _read(connection: Connection, parent: _Parent, messages: queue.SimpleQueue[Any]) -> None:
     """Reads batches while the stage computes; when the connection ends, the worker ends."""
     while True:
         try:
             messages.put(receive(connection))
         except (EOFError, OSError):
-            end_now()
+            parent.end()
         except Exception as error:  # such as a class that cannot be imported here
             error.add_note("while the worker read what it was sent")
             messages.put(error)
@@ -120,6 +136,7 @@ def _work(received: list[bytes], parent: _Parent, messages: queue.SimpleQueue[An
     It takes the Start out of `received`: the weights in it would stand in memory beside the engine's.
     """
     start = _loaded(received.pop())
+    parent.meet_by(start.rendezvous)
     job = start.job
     torch.set_num_threads(start.num_threads)
     start.settings.take_over()
