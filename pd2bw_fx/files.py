@@ -8,8 +8,9 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ _WRITTEN_BY = {
     "pd2bw_fx onnx": "pipe.export_onnx (pd2bw-fx export)",
 }
 _FRESH = ".pd2bw_fx-"  # begins the name of a folder that is being written
+_LEFT_S = 24 * 3600.0  # no folder is written for so long
 _HALF = "half_written"  # in the manifest while files are being replaced
 _WHERE = "name a file in a folder that is there and is yours"
 
@@ -33,7 +35,7 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
     it (checkpoints, notes) stay, and so does the folder itself: it may be what a link points to, a mount
     point, or a process's working directory. Raises InputError for a folder that is not ours, for one where a
     file of ours was edited by hand since (no work is lost), and where no folder can be made. After an error
-    nothing is left behind.
+    nothing is left behind; what a process that was killed has left is removed a day later.
     """
     try:
         target = Path(folder).resolve()
@@ -42,7 +44,9 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
             _own_manifest(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         # It is made inside a folder that exists: another one may be on another disk.
-        fresh = Path(tempfile.mkdtemp(prefix=_FRESH, dir=target if is_there else target.parent))
+        beside = target if is_there else target.parent
+        _remove_left(beside)
+        fresh = Path(tempfile.mkdtemp(prefix=_FRESH, dir=beside))
     except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
         why = getattr(error, "strerror", None) or error
         raise InputError(f"{folder} cannot be written: {why}; give another folder") from error
@@ -56,6 +60,14 @@ def whole_folder(folder: str | Path) -> Iterator[Path]:
     finally:
         if fresh.exists():
             shutil.rmtree(fresh)
+
+
+def _remove_left(folder: Path) -> None:
+    """Removes folders that nobody writes any more: the process was killed. One may be written just now."""
+    for left in folder.glob(f"{_FRESH}*"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > _LEFT_S:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _fill(target: Path, fresh: Path) -> None:

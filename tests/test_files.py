@@ -29,6 +29,20 @@ def test_a_folder_appears_only_when_everything_is_written(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("is_there", [False, True])
+def test_what_a_killed_process_has_left_is_removed_a_day_later(tmp_path: Path, *, is_there: bool) -> None:
+    folder = saved(tmp_path / "out") if is_there else tmp_path / "out"
+    left, fresh = ((folder if is_there else tmp_path) / f".pd2bw_fx-{name}" for name in ("left", "fresh"))
+    for each in (left, fresh):
+        each.mkdir()
+        (each / "stage_0.py").write_text("pass\n")
+    os.utime(left, (0, 0))
+
+    saved(folder)
+
+    assert (left.exists(), fresh.exists()) == (False, True)
+
+
 def test_a_folder_of_ours_is_replaced_whole(tmp_path: Path) -> None:
     folder = saved(tmp_path / "out")
 
