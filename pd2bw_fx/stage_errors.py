@@ -23,7 +23,9 @@ from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.module import SOURCE_NAME
 
 _LOCATION = re.compile(r"#.*?(\S+\.py:\d+)")
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)')
+_FRAME = re.compile(
+    r'File "([^"]+)", line (\d+), in [^\n]*(?:\n    +([^\n]*))?'
+)  # a notebook's may lack text
 _LONGEST = 60  # characters of a call; a longer one is named by its beginning
 
 
@@ -102,15 +104,16 @@ def authors_lines(graph: OperatorGraph) -> dict[str, str]:
         operator = graph.operators.get(node.name)
         if operator is not None and operator.source_line:
             whole = _in_full(operator.source_line, node.meta.get("stack_trace") or "")
-            found.setdefault(operator.source_line, set()).update(filter(None, [whole]))
-    return {short: whole for short, (whole, *others) in found.items() if not others}
+            if whole is not None:
+                found.setdefault(operator.source_line, set()).add(whole)
+    return {short: next(iter(whole)) for short, whole in found.items() if len(whole) == 1}
 
 
 @functools.lru_cache(maxsize=1024)
 def _in_full(short: str, stack_trace: str) -> str | None:
     for file, line, text in reversed(_FRAME.findall(stack_trace)):
         if f"/{file}:{line}".replace("\\", "/").endswith(f"/{short}"):
-            return f"{file}:{line}: {text.strip()}"
+            return f"{file}:{line}: {text.strip()}" if text else f"{file}:{line}"
     return None
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pd2bw_fx
+from pd2bw_fx.stage_errors import authors_lines
 
 
 class Block(nn.Module):
@@ -72,6 +73,19 @@ def test_a_loaded_pipeline_knows_the_line_by_its_short_name(pipe: pd2bw_fx.Pipel
         pd2bw_fx.load(tmp_path / "tagger").run(batch(target=7))
 
     assert re.search(TARGET + r"test_stage_errors\.py:\d+$", raised.value.__notes__[0])
+
+
+def test_of_a_model_whose_code_is_in_no_file_the_generated_line_is_told() -> None:
+    scope = {"nn": nn}
+    forward = "\n    def forward(self, words):\n        return super().forward(words).sum()"
+    exec(compile(f"class Table(nn.Embedding):{forward}", "written.py", "exec"), scope)
+    made = pd2bw_fx.split(scope["Table"](4, 8), torch.tensor([0, 1]), cluster=1, costs="analytic")  # type: ignore[operator]
+
+    with pytest.raises(IndexError) as raised:
+        made.run(torch.tensor([0, 9]))
+
+    assert authors_lines(made.graph) == {"written.py:3": "written.py:3"}
+    assert re.match(r"in F\.embedding\(.*\), line \d+ of stage_0\.py", raised.value.__notes__[0])
 
 
 def test_the_summary_of_a_local_run_has_it(pipe: pd2bw_fx.Pipeline) -> None:
