@@ -377,3 +377,20 @@ def test_a_loss_outside_the_model_has_its_authors_names_and_lines() -> None:
 """
         in pipe.stages[0].source
     )
+
+
+def test_a_cast_is_not_called_after_its_method() -> None:
+    class Adding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.f, self.g = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, places: Tensor) -> Tensor:
+            f, g = self.f, self.g
+            out = torch.zeros(6, 8)
+            out.index_add_(0, places, (f(x) * torch.sigmoid(g(x)) + torch.tanh(g(x * 2) + f(x))).type_as(out))
+            return out
+
+    pipe = split(Adding(), (torch.randn(4, 8), torch.tensor([0, 2, 2, 5])), cluster=1, costs="analytic")
+
+    assert "        cast = (self.f(x) * " in pipe.stages[0].source
