@@ -5,8 +5,10 @@ least_load.py     the least load of any stage that holds a given node, as a mini
 load_network.py   the network of those cuts
 downsets.py       all assignments of a graph with few down-sets, by dynamic programming
 relaxation.py     the same with relaxed rules for a tensor's cost and for memory
-relaxed_bound.py  a bound for stages that are all alike, over joined nodes
-chains.py         the chain of down-sets that leaves most room, for relaxed_bound.py
+relaxed_bound.py  bounds for stages that are all alike, over joined nodes and over all
+stage_table.py    all stages that a chain of down-sets can have within a target
+chains.py         the fastest chain of down-sets, and the one that leaves most room to hand tensors on
+whole_sends.py    a chain whose stages have the time for every single send
 dominance.py      joins nodes that may share a device at no loss, so that fewer down-sets are left
 near_cuts.py      the down-sets that an assignment near a bound can be cut at, where all are too many
 cut_graph.py      down-sets as closures whose price is the cost of cut tensors

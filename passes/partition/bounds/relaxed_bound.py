@@ -1,12 +1,13 @@
 """A lower bound for stages that are all alike, by rules so relaxed that few down-sets are left.
 
 The relaxed rules: a tensor costs each stage that has a part of it once, whoever sends it to whom; memory is
-unlimited, so nothing is recomputed for it; a stage may be empty. Under these rules nodes can be joined at no
-loss (`dominance.py`): an encoder-decoder's operands of cross-attention are joined to the layers that read
-them. What is feasible is often as fast by the real rules.
+unlimited, so nothing is recomputed for it. There are two kinds of this bound.
 
-A second rule bounds the sum over all stages. A stage that reads a tensor of another one receives it once,
-from the stage that made it or one that hands it on, and that stage sends it once for this. So the total of
+With nodes joined at no loss (`dominance.py`) a stage may be empty. An encoder-decoder's operands of
+cross-attention, for example, are joined to the layers that read them. Large models have few down-sets then.
+What is feasible is often as fast by the real rules. A second rule bounds the sum over all stages. A stage
+that reads a tensor of another one receives it once, from the stage that made it or one that hands it on, and
+that stage sends it once for this. So the total of
 
     the work of all stages + 2 c (stages that have a part of the tensor - 1), for every tensor of cost c
 
@@ -14,86 +15,163 @@ is at most d times the target for d stages. This holds for joined nodes too. Let
 stage X of one of its nodes. f(M) <= f(X & M), because M has the least load around that node. So the tensors
 that M shares with other nodes and X & M did not, of which X may gain a part, cost no more than those that
 X & M shared and M has whole, of which another stage loses its part. What moves whole costs as before.
+
+With nodes as they are, which small models allow, there are as many stages as the real rules ask for, and the
+stages with a tensor of several readers need the time to hand it on (`chains.py`). Where transfers are dear
+beside work this is mostly the optimum itself: all stages have to be paid for, and a send is whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 
 from pd2bw_fx.passes.partition.choices import Answer, Deadline
-from pd2bw_fx.passes.partition.instance import Instance, Integers, Net
+from pd2bw_fx.passes.partition.instance import Floats, Instance, Integers, Net
 from pd2bw_fx.passes.partition.route import links_are_alike, loads_of
 from pd2bw_fx.passes.solver import Status
 
-from .chains import Room, RoomInAll, RoomToHandOn, roomiest_chain
+from .chains import (
+    Readers,
+    Room,
+    RoomInAll,
+    RoomToHandOn,
+    SendsToHandOn,
+    fastest_chain,
+    readers_of_many,
+    roomiest_chain,
+)
 from .dominance import leaders_of
 from .downsets import DeviceKind, DownSets, OutOfTime
-
-_MAX_DOWN_SETS = 40_000
+from .stage_table import StageTable
+from .whole_sends import TooMany, chain_of_whole_sends
 
 
 class RelaxedBound:
     """All assignments that the relaxed rules allow: a `Question` for one target after another."""
 
-    def __init__(self, instance: Instance, sets: DownSets, number_of: Integers) -> None:
+    def __init__(
+        self, instance: Instance, sets: DownSets, number_of: Integers, num_stages: int | None
+    ) -> None:
         self._instance = instance
         self._sets = sets
         self._number_of = number_of  # the joined node of each node
+        self._num_stages = num_stages  # None: stages may be empty
+        self._stages: StageTable | None = None
+        self._too_many_s = np.inf  # the least target that has more stages than can be listed
 
     @classmethod
-    def of(cls, instance: Instance, deadline: Deadline) -> RelaxedBound | None:
+    def of(
+        cls, instance: Instance, deadline: Deadline, *, joined: bool, max_sets: int
+    ) -> RelaxedBound | None:
         """Returns None where stages differ, links run beside the work, or too many down-sets are left."""
         alike = links_are_alike(instance) and (instance.work_s == instance.work_s[0]).all()
         if not alike or not instance.per_destination or instance.overlap or instance.num_stages < 2:
             return None
-        joined, number_of = _joined_instance(instance, deadline)
-        sets = DownSets.of([DeviceKind(joined, 0, instance.num_stages)], max_sets=_MAX_DOWN_SETS)
-        return None if sets is None else cls(instance, sets, number_of)
+        number_of = _joined_nodes(instance, deadline) if joined else np.arange(instance.num_nodes)
+        relaxed = _relaxed(instance, number_of)
+        sets = DownSets.of([DeviceKind(relaxed, 0, instance.num_stages)], max_sets=max_sets)
+        num_stages = None if joined or instance.may_be_empty else instance.num_stages
+        return None if sets is None else cls(instance, sets, number_of, num_stages)
+
+    def fastest(self, target_s: float, deadline: Deadline) -> tuple[float, Integers | None]:
+        """Returns a time that no assignment beats, `target_s` at most, and one that may be that fast.
+
+        Without any room for sends it is the best bound of these rules. Raises OutOfTime.
+        """
+        stages = self._within(target_s, deadline)
+        if stages is None:
+            return 0.0, None
+        chain = fastest_chain(stages, deadline, num_stages=self._num_stages)
+        if chain is None:
+            return target_s, None
+        if self._num_stages is None and not self._instance.may_be_empty:
+            real = fastest_chain(stages, deadline, num_stages=self._instance.num_stages)
+            return chain[0], None if real is None else real[1][self._number_of]
+        return chain[0], chain[1][self._number_of]
 
     def __call__(self, target_s: float, deadline: Deadline) -> Answer:
-        in_all, to_hand_on = RoomInAll(self._sets, target_s), RoomToHandOn(self._sets, target_s)
         try:
-            if roomiest_chain(self._sets, target_s, in_all, deadline) is None:
-                return Answer(Status.INFEASIBLE)
-            # This one is likely to be as fast by the real rules: it has their number of stages, and time for
-            # somebody to hand on each tensor of many readers.
-            found = self._assignment(target_s, to_hand_on if to_hand_on.tensors else in_all, deadline)
+            stages = self._within(target_s, deadline)
+            if stages is None:
+                return Answer(Status.UNKNOWN)
+            is_possible, found = self._asked(stages, target_s, deadline)
         except OutOfTime:
             return Answer(Status.UNKNOWN)
+        if not is_possible:
+            return Answer(Status.INFEASIBLE)
         if found is None:
             return Answer(Status.UNKNOWN)
-        loads = loads_of(self._instance, found)
+        stage_of = found[self._number_of]
+        loads = loads_of(self._instance, stage_of)
         is_real = loads.fits and loads.bottleneck_s <= target_s
-        return Answer(Status.FEASIBLE if is_real else Status.UNKNOWN, 0, found)
+        return Answer(Status.FEASIBLE if is_real else Status.UNKNOWN, 0, stage_of)
 
-    def _assignment(self, target_s: float, room: Room, deadline: Deadline) -> Integers | None:
-        """Returns an assignment to as many stages as the real rules ask for, by which it may be slower."""
-        num_stages = None if self._instance.may_be_empty else self._instance.num_stages
-        chain = roomiest_chain(self._sets, target_s, room, deadline, num_stages=num_stages)
-        return None if chain is None else chain.stage_of[self._number_of]
+    def _asked(self, stages: StageTable, target_s: float, deadline: Deadline) -> tuple[bool, Integers | None]:
+        """Returns whether the relaxed rules allow the target, and the joined nodes' stages by a rule that is
+        likely to be as fast by the real ones."""
+        if self._num_stages is None:
+            in_all = RoomInAll(stages, target_s)
+            if roomiest_chain(stages, target_s, in_all, deadline) is None:
+                return False, None
+            # This one has the real number of stages, and time for somebody to hand on what many read.
+            many = readers_of_many(stages)
+            room: Room = in_all if many is None else RoomToHandOn(stages, many, target_s)
+            num_stages = None if self._instance.may_be_empty else self._instance.num_stages
+            return True, roomiest_chain(stages, target_s, room, deadline, num_stages=num_stages)
+        readers, found = Readers(stages), None
+        for rule in (RoomToHandOn, SendsToHandOn):
+            to_hand_on = rule(stages, readers, target_s)
+            found = roomiest_chain(stages, target_s, to_hand_on, deadline, num_stages=self._num_stages)
+            if found is None:
+                return False, None
+        if self._num_stages is None or not readers.nets:
+            return True, found
+        with suppress(TooMany):
+            found = chain_of_whole_sends(stages, target_s, deadline, num_stages=self._num_stages)
+        return found is not None, found
+
+    def _within(self, target_s: float, deadline: Deadline) -> StageTable | None:
+        """Returns the stages within a target, or None where they are too many to list. Raises OutOfTime."""
+        if not 0 < target_s < self._too_many_s:
+            return None
+        if self._stages is None or self._stages.target_s < target_s:
+            self._stages = StageTable.of(self._sets, target_s, deadline)
+            if self._stages is None:
+                self._too_many_s = target_s
+        return self._stages
 
 
-def _joined_instance(instance: Instance, deadline: Deadline) -> tuple[Instance, Integers]:
-    """Returns the instance of joined nodes under the relaxed rules, and the joined node of each node."""
-    work_s = instance.work_s[0] + (instance.again_s[0] if instance.recompute is True else 0.0)
+def _joined_nodes(instance: Instance, deadline: Deadline) -> Integers:
+    """Returns the joined node of each node."""
     apart = _tensors(instance, range(instance.num_nodes))
-    leader_of = leaders_of(work_s.tolist(), apart, instance.edges, deadline)
-    leaders, number_of = np.unique(leader_of, return_inverse=True)
-    n, k = len(leaders), instance.num_stages
+    leader_of = leaders_of(_work_s(instance).tolist(), apart, instance.edges, deadline)
+    number_of: Integers = np.unique(leader_of, return_inverse=True)[1]
+    return number_of
+
+
+def _work_s(instance: Instance) -> Floats:
+    work_s: Floats = instance.work_s[0] + (instance.again_s[0] if instance.recompute is True else 0.0)
+    return work_s
+
+
+def _relaxed(instance: Instance, number_of: Integers) -> Instance:
+    """Returns the instance of joined nodes under the relaxed rules."""
+    n, k = int(number_of.max()) + 1, instance.num_stages
     numbers, nothing = number_of.tolist(), np.zeros(n)
-    tensors = _tensors(instance, numbers)
-    joined = replace(
+    tensors = _apart(instance, numbers)
+    return replace(
         instance,
         edges=tuple(
             sorted({(numbers[u], numbers[v]) for u, v in instance.edges if numbers[u] != numbers[v]})
         ),
-        work_s=np.tile(np.bincount(number_of, work_s, n), (k, 1)),
+        work_s=np.tile(np.bincount(number_of, _work_s(instance), n), (k, 1)),
         again_s=np.zeros((k, n)),
-        nets=tuple(Net(ends[0], ends[1:]) for ends in tensors),
-        cost_s=np.zeros((len(tensors), k, k)) + np.array(list(tensors.values()))[:, None, None],
+        nets=tuple(Net(ends[0], ends[1:]) for ends, _ in tensors),
+        cost_s=np.zeros((len(tensors), k, k)) + np.array([cost_s for _, cost_s in tensors])[:, None, None],
         per_destination=False,
         recompute=False,
         may_be_empty=True,
@@ -107,14 +185,25 @@ def _joined_instance(instance: Instance, deadline: Deadline) -> tuple[Instance, 
         forbidden=None,
         hands_on=False,
     )
-    return joined, number_of
 
 
 def _tensors(instance: Instance, number_of: Sequence[int]) -> dict[tuple[int, ...], float]:
     """Returns what a stage pays for tensors, by their ends; tensors with the same ends are added up."""
     together: dict[tuple[int, ...], float] = {}
+    for ends, cost_s in _each_tensor(instance, number_of):
+        together[ends] = together.get(ends, 0.0) + cost_s
+    return together
+
+
+def _apart(instance: Instance, number_of: Sequence[int]) -> list[tuple[tuple[int, ...], float]]:
+    """Returns the ends and the cost of tensors. Those of two ends are added up; those of more are not,
+    because different stages may hand them on."""
+    of_two = {ends: cost_s for ends, cost_s in _tensors(instance, number_of).items() if len(ends) == 2}
+    return [*of_two.items(), *(each for each in _each_tensor(instance, number_of) if len(each[0]) > 2)]
+
+
+def _each_tensor(instance: Instance, number_of: Sequence[int]) -> Iterator[tuple[tuple[int, ...], float]]:
     for net, costs in zip(instance.nets, instance.cost_s, strict=True):
         ends = tuple(sorted({number_of[node] for node in net.members}))
         if len(ends) > 1:
-            together[ends] = together.get(ends, 0.0) + float(costs[0, 1])
-    return together
+            yield ends, float(costs[0, 1])

@@ -5,6 +5,8 @@ which lowers the target for all. What is refuted at a target is refuted at every
 problem the first pass asks for a coarse improvement and the next for a fine one, so that a search which runs
 out of time has still proven something.
 
+Where stages are alike and there are few down-sets, relaxed rules are asked before any integer program.
+
 What integer programs leave open in their first share of the time is then approached from both sides without
 them: assignments under relaxed rules are enumerated, other topological orders are cut, and single nodes give
 a bound. Programs have the rest of the time. `_problem_steps` and `_workload_steps` are the order of all this;
@@ -32,6 +34,7 @@ _FINEST_GAP = 3e-6  # a smaller gap could not be told from a solver's tolerance
 _FIRST_SHARE = 0.2  # of the time limit, for the first cuts and the programs after them
 _FIRST_TIME_S = 5.0  # seconds that these have at most
 _FIRST_SHARE_OF_WORKLOADS = 0.02  # of the time left: short, because their down-sets may be enumerated instead
+_FEW_DOWN_SETS = 10_000  # of a problem: relaxed rules are asked before programs
 _CUTS_SHARE = 0.9  # of the time left, for listing the cuts near a target
 _FEW_ORDERS = 25  # fruitless orders in a row, after which down-sets are enumerated where they are few
 
@@ -143,6 +146,7 @@ def search_faster(
 def _problem_steps(state: SearchState) -> Sequence[_Step]:
     """Returns the steps after the first assignments, for a problem."""
     return (
+        _Step(None, functools.partial(state.ask_relaxed_bound, max_sets=_FEW_DOWN_SETS)),
         _Step(None, state.ask_programs),
         _Step(0.5, state.ask_relaxed_bound),
         _Step(0.2, state.ask_programs),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -36,6 +37,7 @@ _LEAST_LOADS_SHARE = 0.3  # of the time of the step that asks for the bound
 _NEAR_THE_TARGET = 0.9  # of the target: a bound below this will not reach a slightly lower target either
 _LEAST_USEFUL_BOUND = 1e-6  # of the incumbent: bisection does not go on below this
 _FEW_DOWN_SETS = 10_000  # more of them are not enumerated before a program
+_MANY_DOWN_SETS = 40_000  # more of them are not enumerated for a problem
 _ENUMERATION_SHARE = 0.25  # of the time left, for enumerating them
 
 Cut = Callable[[Instance, Sequence[int]], Integers | None]
@@ -76,6 +78,7 @@ class SearchState:
         self.refuted_s = np.full(len(choices), -np.inf)
         self.floor_s = choices.floor_s()
         self.is_enumerated = False
+        self.relaxed_kinds: set[bool] = set()  # of relaxed rules, with joined nodes or not, that were asked
         self.down_sets: DownSets | None = None
 
     def bound_s(self) -> float:
@@ -214,12 +217,33 @@ class SearchState:
         self._offer(choice, stage_of, or_as_good=True)
         return bool(self.bottleneck_s < before_s * (1.0 - gap))
 
-    def ask_relaxed_bound(self, gap: float) -> None:
-        """Asks for the bound by relaxed rules, where there is one choice and its stages are alike."""
-        if len(self.choices) == 1 and not self.is_proven(gap) and np.isfinite(self.bottleneck_s):
-            rules = RelaxedBound.of(within_reach(self.choices[0], self.bottleneck_s), self.deadline)
-            if rules is not None:
-                self.enumerate(rules, gap)
+    def ask_relaxed_bound(self, gap: float, *, max_sets: int = _MANY_DOWN_SETS) -> None:
+        """Asks for the bounds by relaxed rules, where there is one choice and its stages are alike.
+
+        Both kinds of them are asked where they have no more than `max_sets` down-sets, and no kind twice.
+        """
+        for joined in (True, False):
+            if len(self.choices) > 1 or self.is_proven(gap) or not np.isfinite(self.bottleneck_s):
+                return
+            if joined in self.relaxed_kinds:
+                continue
+            near = within_reach(self.choices[0], self.bottleneck_s)
+            rules = RelaxedBound.of(near, self.deadline, joined=joined, max_sets=max_sets)
+            if rules is None:
+                continue
+            with suppress(OutOfTime):
+                self._ask_rules(rules, gap)
+                self.relaxed_kinds.add(joined)
+
+    def _ask_rules(self, rules: RelaxedBound, gap: float) -> None:
+        """Raises OutOfTime."""
+        bound_s, stage_of = rules.fastest(float(self.bottleneck_s) * (1.0 - gap), self.deadline)
+        self.refute(bound_s)
+        if stage_of is not None:
+            self._offer(0, stage_of)
+        self.enumerate(rules, gap)
+        if self.deadline.left_s == 0:
+            raise OutOfTime
 
     def ask_windows(self, gap: float) -> None:
         """Bisects for a quick bound: the largest target at which, on every choice, some node has no stage."""
