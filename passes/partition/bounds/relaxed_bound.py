@@ -44,38 +44,59 @@ from .chains import (
     readers_of_many,
     roomiest_chain,
 )
+from .cut_graph import CutGraph
 from .dominance import leaders_of
 from .downsets import DeviceKind, DownSets, OutOfTime
+from .near_cuts import NearCuts
 from .stage_table import StageTable
 from .whole_sends import TooMany, chain_of_whole_sends
+from .windows import Reach
 
 
 class RelaxedBound:
     """All assignments that the relaxed rules allow: a `Question` for one target after another."""
 
     def __init__(
-        self, instance: Instance, sets: DownSets, number_of: Integers, num_stages: int | None
+        self, instance: Instance, number_of: Integers, num_stages: int | None, sets: DownSets | _NearSets
     ) -> None:
         self._instance = instance
-        self._sets = sets
         self._number_of = number_of  # the joined node of each node
         self._num_stages = num_stages  # None: stages may be empty
+        self._sets = sets
         self._stages: StageTable | None = None
         self._too_many_s = np.inf  # the least target that has more stages than can be listed
 
     @classmethod
     def of(
-        cls, instance: Instance, deadline: Deadline, *, joined: bool, max_sets: int
+        cls,
+        instance: Instance,
+        deadline: Deadline,
+        *,
+        joined: bool,
+        max_sets: int,
+        max_size: int | None = None,
     ) -> RelaxedBound | None:
-        """Returns None where stages differ, links run beside the work, or too many down-sets are left."""
+        """Returns None where stages differ, links run beside the work, or there is too much to look at.
+
+        Where there are more than `max_sets` down-sets, those near each target are listed, if nodes times
+        stages are no more than `max_size`. Raises OutOfTime.
+        """
         alike = links_are_alike(instance) and (instance.work_s == instance.work_s[0]).all()
         if not alike or not instance.per_destination or instance.overlap or instance.num_stages < 2:
             return None
         number_of = _joined_nodes(instance, deadline) if joined else np.arange(instance.num_nodes)
-        relaxed = _relaxed(instance, number_of)
-        sets = DownSets.of([DeviceKind(relaxed, 0, instance.num_stages)], max_sets=max_sets)
+        kind = DeviceKind(_relaxed(instance, number_of), 0, instance.num_stages)
         num_stages = None if joined or instance.may_be_empty else instance.num_stages
-        return None if sets is None else cls(instance, sets, number_of, num_stages)
+        sets = DownSets.of([kind], max_sets=max_sets, deadline=deadline)
+        if sets is not None:
+            return cls(instance, number_of, num_stages, sets)
+        if max_size is not None and kind.instance.num_nodes * kind.count > max_size:
+            return None
+        return cls(instance, number_of, num_stages, _NearSets(kind, max_sets))
+
+    @property
+    def has_all_sets(self) -> bool:
+        return isinstance(self._sets, DownSets)
 
     def fastest(self, target_s: float, deadline: Deadline) -> tuple[float, Integers | None]:
         """Returns a time that no assignment beats, `target_s` at most, and one that may be that fast.
@@ -139,10 +160,28 @@ class RelaxedBound:
         if not 0 < target_s < self._too_many_s:
             return None
         if self._stages is None or self._stages.target_s < target_s:
-            self._stages = StageTable.of(self._sets, target_s, deadline)
+            near = self._sets.within(target_s, deadline) if isinstance(self._sets, _NearSets) else self._sets
+            self._stages = None if near is None else StageTable.of(near, target_s, deadline)
             if self._stages is None:
                 self._too_many_s = target_s
         return self._stages
+
+
+class _NearSets:
+    """The down-sets that chains within a target have, where a graph has too many to list all."""
+
+    def __init__(self, kind: DeviceKind, most: int) -> None:
+        self._kind = kind
+        self._most = most
+        self._graph = CutGraph(kind, Reach(kind.instance.num_nodes, kind.instance.edges))
+
+    def within(self, target_s: float, deadline: Deadline) -> DownSets | None:
+        """Returns None where one place has more than `most`. Raises OutOfTime."""
+        listed = NearCuts(self._graph, self._kind.count, target_s).listed(self._most, deadline)
+        if listed is None:  # there is no chain: only the ends of one are left
+            ends = np.stack([np.full(self._kind.instance.num_nodes, flag) for flag in (False, True)])
+            return DownSets([self._kind], ends)
+        return DownSets([self._kind], listed.member) if listed.are_all else None
 
 
 def _joined_nodes(instance: Instance, deadline: Deadline) -> Integers:

@@ -78,7 +78,10 @@ class SearchState:
         self.refuted_s = np.full(len(choices), -np.inf)
         self.floor_s = choices.floor_s()
         self.is_enumerated = False
-        self.relaxed_kinds: set[bool] = set()  # of relaxed rules, with joined nodes or not, that were asked
+        self.relaxed_sets = {
+            True: 0.0,
+            False: 0.0,
+        }  # by whether nodes are joined: `max_sets` of the last time
         self.down_sets: DownSets | None = None
 
     def bound_s(self) -> float:
@@ -217,23 +220,26 @@ class SearchState:
         self._offer(choice, stage_of, or_as_good=True)
         return bool(self.bottleneck_s < before_s * (1.0 - gap))
 
-    def ask_relaxed_bound(self, gap: float, *, max_sets: int = _MANY_DOWN_SETS) -> None:
-        """Asks for the bounds by relaxed rules, where there is one choice and its stages are alike.
+    def ask_relaxed_bound(
+        self, gap: float, *, max_sets: int = _MANY_DOWN_SETS, max_size: int | None = None
+    ) -> None:
+        """Asks for the bounds by relaxed rules (`RelaxedBound.of`), where there is one choice.
 
-        Both kinds of them are asked where they have no more than `max_sets` down-sets, and no kind twice.
+        Both kinds of them are asked, but none again for which that would bring nothing more.
         """
         for joined in (True, False):
             if len(self.choices) > 1 or self.is_proven(gap) or not np.isfinite(self.bottleneck_s):
                 return
-            if joined in self.relaxed_kinds:
+            if self.relaxed_sets[joined] >= max_sets:
                 continue
             near = within_reach(self.choices[0], self.bottleneck_s)
-            rules = RelaxedBound.of(near, self.deadline, joined=joined, max_sets=max_sets)
-            if rules is None:
-                continue
             with suppress(OutOfTime):
-                self._ask_rules(rules, gap)
-                self.relaxed_kinds.add(joined)
+                rules = RelaxedBound.of(
+                    near, self.deadline, joined=joined, max_sets=max_sets, max_size=max_size
+                )
+                if rules is not None:
+                    self._ask_rules(rules, gap)
+                    self.relaxed_sets[joined] = np.inf if rules.has_all_sets else max_sets
 
     def _ask_rules(self, rules: RelaxedBound, gap: float) -> None:
         """Raises OutOfTime."""
