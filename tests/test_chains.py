@@ -13,7 +13,7 @@ import pytest
 
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.costs import Kept, MemoryModel
-from pd2bw_fx.passes.partition.bounds.relaxed_bound import RelaxedBound
+from pd2bw_fx.passes.partition.bounds.relaxed_bound import RelaxedBound, joined_nodes
 from pd2bw_fx.passes.partition.choices import Choices, Deadline
 from pd2bw_fx.passes.partition.instance import Instance, respects_edges
 from pd2bw_fx.passes.partition.reader import Reader
@@ -46,9 +46,16 @@ def fastest_s(instance: Instance) -> float:
     return min(loads_of(instance, np.searchsorted(cuts, nodes, side="right")).bottleneck_s for cuts in ways)
 
 
+def rules_of(
+    instance: Instance, *, joined: bool, max_sets: int = 40_000, max_size: int | None = None
+) -> RelaxedBound | None:
+    number_of = joined_nodes(instance, Deadline(30.0)) if joined else np.arange(instance.num_nodes)
+    return RelaxedBound.of(instance, number_of, max_sets=max_sets, max_size=max_size)
+
+
 def proposed_s(instance: Instance, *, joined: bool = True, max_sets: int = 40_000) -> tuple[float, float]:
     """The fastest that milder rules propose, and what they refute, where the target is halved in between."""
-    rules = RelaxedBound.of(instance, Deadline(30.0), joined=joined, max_sets=max_sets)
+    rules = rules_of(instance, joined=joined, max_sets=max_sets)
     assert rules is not None
     low_s, high_s, best_s = 0.0, 100.0, np.inf
     while high_s - low_s > 1e-3:
@@ -151,7 +158,7 @@ def test_no_way_to_hand_tensors_on_is_faster_than_what_is_refuted(seed: int) -> 
     best_s = fastest_of_all_s(instance)
 
     for joined in (True, False):
-        rules = RelaxedBound.of(instance, Deadline(30.0), joined=joined, max_sets=40_000)
+        rules = rules_of(instance, joined=joined)
         assert rules is not None
         without_room_s, _ = rules.fastest(best_s * 1.5, Deadline(30.0))
         _, refuted_s = proposed_s(instance, joined=joined)
@@ -169,7 +176,9 @@ def test_a_send_that_no_stage_has_the_time_for_is_not_shared_by_two_of_them() ->
 
     assert best_s == pytest.approx(fastest_s(instance))
     assert refuted_s == pytest.approx(best_s, abs=2e-3)
-    assert proposed_s(instance)[1] < best_s - 0.1  # with nodes joined, and seconds counted
+    rules = rules_of(instance, joined=False)
+    assert rules is not None
+    assert rules.fastest(best_s, Deadline(30.0))[0] < best_s - 0.1  # each stage within the target by itself
 
 
 def test_where_down_sets_are_too_many_those_near_the_target_are_enough() -> None:
@@ -177,7 +186,7 @@ def test_where_down_sets_are_too_many_those_near_the_target_are_enough() -> None
 
     _, refuted_s = proposed_s(instance, joined=False)
 
-    assert RelaxedBound.of(instance, Deadline(30.0), joined=False, max_sets=40, max_size=20) is None
+    assert rules_of(instance, joined=False, max_sets=40, max_size=20) is None
     assert proposed_s(instance, joined=False, max_sets=40)[1] == pytest.approx(refuted_s, abs=2e-3)
 
 

@@ -68,26 +68,17 @@ class RelaxedBound:
 
     @classmethod
     def of(
-        cls,
-        instance: Instance,
-        deadline: Deadline,
-        *,
-        joined: bool,
-        max_sets: int,
-        max_size: int | None = None,
+        cls, instance: Instance, number_of: Integers, *, max_sets: int, max_size: int | None = None
     ) -> RelaxedBound | None:
-        """Returns None where stages differ, links run beside the work, or there is too much to look at.
+        """The bound over joined nodes, by the joined node of each node (`joined_nodes`), or over all nodes.
 
         Where there are more than `max_sets` down-sets, those near each target are listed, if nodes times
-        stages are no more than `max_size`. Raises OutOfTime.
+        stages are no more than `max_size`; otherwise it returns None.
         """
-        alike = links_are_alike(instance) and (instance.work_s == instance.work_s[0]).all()
-        if not alike or not instance.per_destination or instance.overlap or instance.num_stages < 2:
-            return None
-        number_of = _joined_nodes(instance, deadline) if joined else np.arange(instance.num_nodes)
         kind = DeviceKind(_relaxed(instance, number_of), 0, instance.num_stages)
-        num_stages = None if joined or instance.may_be_empty else instance.num_stages
-        sets = DownSets.of([kind], max_sets=max_sets, deadline=deadline)
+        is_joined = kind.instance.num_nodes < instance.num_nodes
+        num_stages = None if is_joined or instance.may_be_empty else instance.num_stages
+        sets = DownSets.of([kind], max_sets=max_sets)
         if sets is not None:
             return cls(instance, number_of, num_stages, sets)
         if max_size is not None and kind.instance.num_nodes * kind.count > max_size:
@@ -184,8 +175,15 @@ class _NearSets:
         return DownSets([self._kind], listed.member) if listed.are_all else None
 
 
-def _joined_nodes(instance: Instance, deadline: Deadline) -> Integers:
-    """Returns the joined node of each node."""
+def applies_to(instance: Instance) -> bool:
+    """Returns whether all stages are alike, and links do not run beside the work."""
+    alike = links_are_alike(instance) and bool((instance.work_s == instance.work_s[0]).all())
+    return alike and instance.per_destination and not instance.overlap and instance.num_stages > 1
+
+
+def joined_nodes(instance: Instance, deadline: Deadline) -> Integers:
+    """Returns the joined node of each node. What has been joined when the deadline passes is joined at no
+    loss."""
     apart = _tensors(instance, range(instance.num_nodes))
     leader_of = leaders_of(_work_s(instance).tolist(), apart, instance.edges, deadline)
     number_of: Integers = np.unique(leader_of, return_inverse=True)[1]

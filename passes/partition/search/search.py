@@ -34,7 +34,7 @@ _FINEST_GAP = 3e-6  # a smaller gap could not be told from a solver's tolerance
 _FIRST_SHARE = 0.2  # of the time limit, for the first cuts and the programs after them
 _FIRST_TIME_S = 5.0  # seconds that these have at most
 _FIRST_SHARE_OF_WORKLOADS = 0.02  # of the time left: short, because their down-sets may be enumerated instead
-_FEW_DOWN_SETS = 10_000  # listed for relaxed rules before programs are asked
+_FEW_DOWN_SETS = 20_000  # listed for relaxed rules before programs are asked
 _SMALL = 2000  # nodes times stages: at most so many where they are listed anew for each target
 _CUTS_SHARE = 0.9  # of the time left, for listing the cuts near a target
 _FEW_ORDERS = 25  # fruitless orders in a row, after which down-sets are enumerated where they are few
@@ -146,10 +146,14 @@ def search_faster(
 
 def _problem_steps(state: SearchState) -> Sequence[_Step]:
     """Returns the steps after the first assignments, for a problem."""
+    ask_soon = functools.partial(
+        state.ask_relaxed_bound, max_sets=_FEW_DOWN_SETS, max_size=_SMALL, goes_on=False
+    )
     return (
-        _Step(None, functools.partial(state.ask_relaxed_bound, max_sets=_FEW_DOWN_SETS, max_size=_SMALL)),
+        _Step(None, ask_soon),
         _Step(None, state.ask_programs),
-        _Step(0.5, state.ask_relaxed_bound),
+        _Step(0.5, functools.partial(state.ask_relaxed_bound, max_size=0)),
+        _Step(0.15, state.ask_relaxed_bound),
         _Step(0.2, state.ask_programs),
         _Step(0.1, state.shuffle),
         _Step(1.0, state.ask_programs),

@@ -9,6 +9,7 @@ from contextlib import suppress
 import numpy as np
 
 from pd2bw_fx.errors import SolverError
+from pd2bw_fx.passes.partition.bounds import relaxed_bound
 from pd2bw_fx.passes.partition.bounds.downsets import DeviceKind, DownSets, OutOfTime
 from pd2bw_fx.passes.partition.bounds.least_load import LeastLoads, kinds_of
 from pd2bw_fx.passes.partition.bounds.relaxation import is_refuted
@@ -38,6 +39,7 @@ _NEAR_THE_TARGET = 0.9  # of the target: a bound below this will not reach a sli
 _LEAST_USEFUL_BOUND = 1e-6  # of the incumbent: bisection does not go on below this
 _FEW_DOWN_SETS = 10_000  # more of them are not enumerated before a program
 _MANY_DOWN_SETS = 40_000  # more of them are not enumerated for a problem
+_LARGE = 5000  # nodes times stages: with more, down-sets near a target are not listed for a problem
 _ENUMERATION_SHARE = 0.25  # of the time left, for enumerating them
 
 Cut = Callable[[Instance, Sequence[int]], Integers | None]
@@ -78,6 +80,7 @@ class SearchState:
         self.refuted_s = np.full(len(choices), -np.inf)
         self.floor_s = choices.floor_s()
         self.is_enumerated = False
+        self.joined_nodes: Integers | None = None
         self.relaxed_sets = {
             True: 0.0,
             False: 0.0,
@@ -221,35 +224,48 @@ class SearchState:
         return bool(self.bottleneck_s < before_s * (1.0 - gap))
 
     def ask_relaxed_bound(
-        self, gap: float, *, max_sets: int = _MANY_DOWN_SETS, max_size: int | None = None
+        self, gap: float, *, max_sets: int = _MANY_DOWN_SETS, max_size: int = _LARGE, goes_on: bool = True
     ) -> None:
         """Asks for the bounds by relaxed rules (`RelaxedBound.of`), where there is one choice.
 
-        Both kinds of them are asked, but none again for which that would bring nothing more.
+        Both kinds of them are asked, but none again for which that would bring nothing more. Unless it
+        `goes_on`, down-sets near a target are listed for the least improvement alone.
         """
         for joined in (True, False):
             if len(self.choices) > 1 or self.is_proven(gap) or not np.isfinite(self.bottleneck_s):
                 return
-            if self.relaxed_sets[joined] >= max_sets:
+            if self.relaxed_sets[joined] >= max_sets or not relaxed_bound.applies_to(self.choices[0]):
                 continue
             near = within_reach(self.choices[0], self.bottleneck_s)
+            number_of = self._joined_nodes(near) if joined else np.arange(near.num_nodes)
+            if joined and number_of.max() + 1 == near.num_nodes:
+                continue  # none was joined
+            rules = RelaxedBound.of(near, number_of, max_sets=max_sets, max_size=max_size)
+            if rules is None:
+                continue
             with suppress(OutOfTime):
-                rules = RelaxedBound.of(
-                    near, self.deadline, joined=joined, max_sets=max_sets, max_size=max_size
-                )
-                if rules is not None:
-                    self._ask_rules(rules, gap)
+                if self._ask_fastest(rules, gap, goes_on=goes_on):
+                    self.enumerate(rules, gap)
+                if self.deadline.left_s > 0:
                     self.relaxed_sets[joined] = np.inf if rules.has_all_sets else max_sets
 
-    def _ask_rules(self, rules: RelaxedBound, gap: float) -> None:
-        """Raises OutOfTime."""
+    def _joined_nodes(self, near: Instance) -> Integers:
+        """Joins nodes once: what may be joined at no loss for a target may be for smaller ones too."""
+        if self.joined_nodes is None:
+            found = relaxed_bound.joined_nodes(near, self.deadline)
+            if self.deadline.left_s == 0:
+                return found
+            self.joined_nodes = found
+        return self.joined_nodes
+
+    def _ask_fastest(self, rules: RelaxedBound, gap: float, *, goes_on: bool) -> bool:
+        """Returns whether other targets should be asked, which it does if `goes_on`, or if this one was
+        answered. Raises OutOfTime."""
         bound_s, stage_of = rules.fastest(float(self.bottleneck_s) * (1.0 - gap), self.deadline)
         self.refute(bound_s)
         if stage_of is not None:
             self._offer(0, stage_of)
-        self.enumerate(rules, gap)
-        if self.deadline.left_s == 0:
-            raise OutOfTime
+        return goes_on or rules.has_all_sets or bound_s > 0
 
     def ask_windows(self, gap: float) -> None:
         """Bisects for a quick bound: the largest target at which, on every choice, some node has no stage."""
