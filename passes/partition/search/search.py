@@ -35,6 +35,7 @@ _FIRST_SHARE = 0.2  # of the time limit, for the first cuts and the programs aft
 _FIRST_TIME_S = 5.0  # seconds that these have at most
 _FIRST_SHARE_OF_WORKLOADS = 0.02  # of the time left: short, because their down-sets may be enumerated instead
 _FEW_DOWN_SETS = 20_000  # listed for relaxed rules before programs are asked
+_MANY_NODES = 500  # joining more takes longer than most programs do
 _SMALL = 2000  # nodes times stages: at most so many where they are listed anew for each target
 _CUTS_SHARE = 0.9  # of the time left, for listing the cuts near a target
 _FEW_ORDERS = 25  # fruitless orders in a row, after which down-sets are enumerated where they are few
@@ -149,8 +150,9 @@ def _problem_steps(state: SearchState) -> Sequence[_Step]:
     ask_soon = functools.partial(
         state.ask_relaxed_bound, max_sets=_FEW_DOWN_SETS, max_size=_SMALL, goes_on=False
     )
+    is_large = state.choices[0].num_nodes > _MANY_NODES
     return (
-        _Step(None, ask_soon),
+        *(() if is_large else (_Step(None, ask_soon),)),
         _Step(None, state.ask_programs),
         _Step(0.5, functools.partial(state.ask_relaxed_bound, max_size=0)),
         _Step(0.15, state.ask_relaxed_bound),
