@@ -59,6 +59,11 @@ class Model(nn.Module):
         raise NotImplementedError
 
 
+class OfNothing(Model):
+    def inside(self, x: Tensor) -> Tensor:
+        return x
+
+
 class OfAClass(Model):
     def inside(self, x: Tensor) -> Tensor:
         x = self.part.norm(x)
@@ -125,6 +130,36 @@ def test_what_a_class_holds_and_others_call(model, called):
     example = torch.randn(4, 8), torch.randint(0, 4, (4,))
     pipe = split(model(), example, cluster=2, costs="analytic", check="full")
     assert any(called in stage.source for stage in pipe.stages)
+
+
+class Filtered(nn.Module):
+    """Calls a sequence that its holder has given it, and which is the holder's first."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.net(x)
+
+
+class Interaction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.filtered = Filtered(self.mlp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.filtered(x).tanh()
+
+
+@pytest.mark.parametrize("tracer", ["export", "fx"])
+def test_a_sequence_that_is_called_by_its_second_holder(tracer: str) -> None:
+    torch.manual_seed(0)
+    model = OfNothing(nn.Sequential(Interaction(), Interaction()))
+    example = torch.randn(4, 8), torch.randint(0, 4, (4,))
+    pipe = split(model, example, cluster=2, costs="analytic", check="full", tracer=tracer)
+    assert any("return x * self.net(x)" in stage.source for stage in pipe.stages)
 
 
 class InParts(nn.Module):

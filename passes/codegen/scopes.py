@@ -138,6 +138,14 @@ def walk(scope: Scope) -> Iterator[Scope]:
             yield from walk(item)
 
 
+def rename(call: Scope, path: str) -> None:
+    """Gives a call another name of its module, and with it the calls of what the module holds."""
+    first = call.path
+    for inner in walk(call):
+        if inner.path == first or inner.path.startswith(first + "."):
+            inner.path = path + inner.path.removeprefix(first)
+
+
 def lift(graph: OperatorGraph, nodes: Sequence[fx.Node]) -> Scope:
     """Builds the tree of calls of these nodes, with the model itself at its root."""
     root = Scope("", graph.model_name, "", 0)

@@ -30,7 +30,7 @@ from .cut import Cut, is_number, is_size, size_symbol, spec_of, tensors_read, ti
 from .layer_calls import takes_and_gives_what_the_layer_does
 from .layers import has_other_numbers, is_in_evaluation, is_layer, is_sequential
 from .numbers import numbers
-from .scopes import Scope, lift, module_calls, walk
+from .scopes import Scope, lift, module_calls, rename, walk
 from .unread_results import LAYERS_OF_TORCH, returned_unread
 
 # Among the sizes that a call is given, it stands for the device on which tensors are made out of nothing.
@@ -276,7 +276,7 @@ class StageTree:
                     if other is None:
                         todo.extendleft(reversed(item.items))  # what it calls may be out of reach, too
                         continue
-                    item.path = other
+                    rename(item, other)
             items.append(item)
         scope.items = items
 
