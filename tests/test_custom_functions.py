@@ -182,10 +182,55 @@ class Rounded(torch.autograd.Function):
     assert "        inside, gt = ctx.saved_tensors\n" in source
     assert "(gradient * ~inside).sum() / gradient.shape[0]\n" in source
     assert "        ctx.mark_non_differentiable(above)\n" in source
-    assert "return gradient * -0.5\n" in source
-    assert "return gradient * -2.0\n" in source
+    assert "return -0.5 * gradient\n" in source
+    assert "return -2.0 * gradient\n" in source
     assert "x = Rounded.apply(x, self.scale)" in source
     assert "low, grown, above = Parted.apply(self.layers[2](x))" in source
+
+
+class Wrapped(torch.autograd.Function):
+    """Adds a penalty's gradient to a loss's, as RWKV does on its logits."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(y)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        (y,) = ctx.saved_tensors
+        factor = 0.5 / (y.shape[0] * y.shape[1])
+        largest, ids = torch.max(y, -1, keepdim=True)
+        gy = torch.zeros_like(y)
+        kept = gy + 1
+        gy.scatter_(-1, ids, largest * factor)
+        return gradient, gy * kept
+
+
+def test_a_backward_that_writes_in_place_keeps_its_names_and_lines() -> None:
+    class WithPenalty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            y = self.layers(x) - y
+            return Wrapped.apply(y.square().mean(), y)
+
+    pipe = pd2bw_fx.split(model_of(WithPenalty), batch(4), cluster=2, costs="analytic", check="full")
+
+    assert (
+        """
+        (y,) = ctx.saved_tensors
+        factor = 0.5 / torch.sym_float(y.shape[0] * y.shape[1])
+        largest, ids = torch.max(y, dim=-1, keepdim=True)
+        gy = torch.zeros_like(y)
+        kept = gy + 1
+        gy.scatter_(-1, ids, largest * factor)
+        return gradient, gy * kept
+"""
+        in pipe.stages[1].source
+    )
 
 
 def test_custom_functions_train_in_a_pipeline_as_in_one_process() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -98,25 +99,43 @@ class _Body:
     def lines(self, graph: fx.Graph) -> list[str]:
         """Returns the statements of all operators, and binds the names that `text` then refers to."""
         nodes = [node for node in graph.nodes if node.op == "call_function"]
-        writes = any(_writes(node) for node in nodes)
         uses = {node: _uses(node, self.results) for node in nodes}
         folded: dict[fx.Node, str] = {}
         written: list[str] = []
         for node in nodes:
+            if node in self.sources:
+                continue  # an entry of a tuple, which has its name
             source = self._spelled(node)
             for operand in sorted(node.all_input_nodes, key=lambda o: -len(folded.get(o, ""))):
                 if operand in folded and len(source.text) > _LONGEST_FOLDED:
                     written += self._statement(operand, folded.pop(operand))
                     source = self._spelled(node)
-            name = self._author_name(node)
-            if uses[node] == 1 and name is None and not writes:
+            for operand in node.all_input_nodes:
+                folded.pop(operand, None)
+            if _writes(node):  # what is read behind it is computed before it all the same
+                for waiting in list(folded):
+                    written += self._statement(waiting, folded.pop(waiting))
+                written += self._writing_statement(node, source.text)
+                continue
+            if uses[node] == 1 and self._author_name(node) is None:
                 self.sources[node] = source
                 folded[node] = source.text
-                for operand in node.all_input_nodes:
-                    folded.pop(operand, None)
-            else:
-                written += self._statement(node, source.text) if uses[node] else laid_out(source.text, 8)
+                continue
+            written += self._statement(node, source.text) if uses[node] else laid_out(source.text, 8)
         return written
+
+    def _writing_statement(self, node: fx.Node, text: str) -> Iterator[str]:
+        """Writes `x.add_(y)`, whose result is `x` from there on, if `x` is a variable."""
+        written = node.args[0] if node.args else None
+        if (
+            isinstance(written, fx.Node)
+            and self.text(written).isidentifier()
+            and _returns_what_it_writes(node)
+        ):
+            self.sources[node] = self.sources[written]
+            yield from laid_out(text, 8)
+        else:
+            yield from self._statement(node, text) if _uses(node, self.results) else laid_out(text, 8)
 
     def text(self, node: fx.Node) -> str:
         return self.sources[node].text
@@ -129,8 +148,23 @@ class _Body:
         return laid_out(f"return ({texts},)" if as_tuple and len(nodes) == 1 else f"return {texts}", 8)
 
     def _statement(self, node: fx.Node, text: str) -> Iterator[str]:
-        self._bind(node, self._author_name(node) or result_name(node, node))
-        yield from laid_out(f"{self.text(node)} = {text}", 8)
+        entries = self._entries(node)
+        if entries:
+            for entry, name in entries:
+                self._bind(entry, name)
+            yield from laid_out(f"{self.several([entry for entry, _ in entries])} = {text}", 8)
+        else:
+            self._bind(node, self._author_name(node) or result_name(node, node))
+            yield from laid_out(f"{self.text(node)} = {text}", 8)
+
+    def _entries(self, node: fx.Node) -> list[tuple[fx.Node, str]]:
+        """Lists the entries of a tuple with their names, if the author's line unpacks it and all are read."""
+        lines = frames_of(node)[-1:]
+        names = assigned_names(lines[0].code) if lines else ()
+        entries = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        if len(names) < 2 or len(entries) != len(node.users) or set(entries) != set(range(len(names))):
+            return []
+        return [(entries[place], name) for place, name in enumerate(names)]
 
     def _bind(self, node: fx.Node, wanted: str) -> None:
         name, count = wanted, 1
@@ -168,6 +202,15 @@ def _uses(node: fx.Node, results: Sequence[fx.Node]) -> int:
     users = (user for user in node.users if user.op != "output")
     read = sum(occurrences((user.args, dict(user.kwargs)), node) for user in users)
     return read + sum(result is node for result in results)
+
+
+def _returns_what_it_writes(node: fx.Node) -> bool:
+    """Whether an operator's one result is its first operand, written."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    written, returned = schema.arguments[0].alias_info, [r.alias_info for r in schema.returns]
+    return bool(written and written.is_write) and [r and r.before_set for r in returned] == [
+        written.before_set
+    ]
 
 
 def _writes(node: fx.Node) -> bool:

@@ -12,6 +12,7 @@ import inspect
 import keyword
 import re
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -305,8 +306,9 @@ class _Traced:
                 )
 
     def _joint(self, *tensors: Tensor) -> Any:
-        results = self._forward(tensors[: len(self.places)])
         mode: Any = get_proxy_mode()
+        mode.tracer._filter_traceback_frames = self._own_frames
+        results = self._forward(tensors[: len(self.places)])
         self.early = set(mode.tracer.graph.nodes)
         returned = self.cls.backward(self.context, *tensors[len(self.places) :])
         returned = returned if isinstance(returned, tuple) else (returned,)
@@ -316,6 +318,12 @@ class _Traced:
                 f"{counted(len(self.args), 'argument')}"
             )
         return results, tuple(returned[place] for place in self.places)
+
+    def _own_frames(self, stack: traceback.StackSummary) -> traceback.StackSummary:
+        """Keeps the lines of the forward and the backward; torch keeps those of functions named forward."""
+        codes = [getattr(inspect.unwrap(f), "__code__", None) for f in (self.cls.forward, self.cls.backward)]
+        own = {(code.co_filename, code.co_name) for code in codes if code is not None}
+        return traceback.StackSummary.from_list([f for f in stack if (f.filename, f.name) in own])
 
     def _parts(self, joint: fx.Graph) -> tuple[fx.Graph, fx.Graph]:
         calls = [node for node in joint.nodes if node.op == "call_function"]
