@@ -32,11 +32,14 @@ class LocalNames:
         self._bearers: dict[str, list[fx.Node]] = {}  # name -> the values that have had it
 
     def bind(self, node: fx.Node, name: str) -> None:
-        """Gives a node a name from here on; a name that the node had before is free again."""
+        """Gives a node a name from here on; a name that the node had before is free again.
+
+        An entry of a list, `parts[0]`, bears the list's name.
+        """
         if node in self.bound:
-            self._bearers[self.bound[node]].remove(node)
+            self._bearers[_variable(self.bound[node])].remove(node)
         self.bound[node] = name
-        self._bearers.setdefault(name, []).append(node)
+        self._bearers.setdefault(_variable(name), []).append(node)
 
     def has_given(self, name: str) -> bool:
         """Whether some value has or had this name, or a function that the body calls."""
@@ -187,7 +190,10 @@ class LocalNames:
         return any(self._folding.last_use(node) > index for node in self._bearers.get(name, ()))
 
     def free(self, name: str, index: int, others: Set[str | None] = frozenset()) -> str:
-        """Returns the name, with a number if needed, that is not live at `index` nor among `others`."""
+        """Returns the name, with a number if needed, that is not live at `index` nor among `others`.
+
+        The number takes the place of what keeps `sum_` from being a builtin.
+        """
         candidate, count = name, 1
         while (
             (index < 0 and candidate in self._bearers)
@@ -195,7 +201,7 @@ class LocalNames:
             or candidate in others
         ):
             count += 1
-            candidate = f"{name}_{count}"
+            candidate = f"{name.removesuffix('_')}_{count}"
         return candidate
 
     def second_name(
@@ -218,3 +224,7 @@ class LocalNames:
         if second is None or self.is_live(second.name, index):
             return None
         return live[0], second
+
+
+def _variable(name: str) -> str:
+    return name.partition("[")[0]

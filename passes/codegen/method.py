@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -21,13 +20,13 @@ from .literals import identifier, plain
 from .local_names import LocalNames
 from .loops.author_loops import NO_COUNTER, NO_ROUND, Counter, Round, counter_of, list_of, round_of
 from .loops.unfold_alike import unfold_alike
-from .naming import element_name, is_final, list_returned, operator_name, result_name
+from .naming import element_name, list_returned, result_name
+from .parts import name_of_list, names_of_parts
 from .scopes import Line, Scope, walk
 from .second_names import SecondName
 from .sizes import Sizes
 from .spell import spell
 from .stage_tree import DEVICE, StageTree
-from .statements import takes_apart
 
 LONGEST_FOLDED = 88  # characters of a line that still reads well with its parts folded in
 _SHORT_OPERAND = 40  # characters of an operand that fits on a line of its own when a statement takes several
@@ -254,36 +253,28 @@ class _Draft:
         return [place.get(0, "_"), state]
 
     def _tuple_target(self, index: int, item: fx.Node | Scope, elements: dict[int, fx.Node | None]) -> str:
-        line = self.body.line(item)
-        is_its = line is not None and self._makes_the_names_of(line.code, item, elements)
-        wanted = line.assigned if line is not None and is_its else ()
-        names: list[str] = []
+        line, taken = self.body.line(item), {p: e for p, e in elements.items() if e is not None}
+        hints = names_of_parts(line, item, elements, self.body.scope.depth)
         later = self.names.of_what_they_become(elements)
-        for place, element in elements.items():
-            if element is None:
-                names.append("_")
-                continue
-            hint = wanted[place] if place < len(wanted) == len(elements) and wanted[place] != "_" else ""
-            if list(elements.values()).count(None) == len(elements) - 1:
-                hint = hint or self.body.author_name(element, element) or ""
-            hint = hint or later.get(element, "")
-            own = element_name(item, place)
+        for place, element in taken.items():
+            own = self.body.author_name(element, element) if len(taken) == 1 else None
+            hints[place] = hints.get(place) or own or later.get(element, "")
+        is_list = not any(hints.values()) and not any(
+            element in self.body.gives for element in taken.values()
+        )
+        listed = name_of_list(line, item, elements) if is_list else None
+        if listed is not None:
+            name = self.names.free(listed, index)
+            for place, element in taken.items():
+                self._bind(element, f"{name}[{place}]")
+            return name
+        names = ["_"] * len(elements)
+        for place, element in taken.items():
+            hint, own = hints[place], element_name(item, place)
             name = hint if hint and not self.names.is_live(hint, index) and hint not in names else own
             self._bind(element, name if name == hint else self.names.free(name, index))
-            names.append(self.names.bound[element])
+            names[place] = self.names.bound[element]
         return ", ".join(names) + ("," if len(names) == 1 else "")
-
-    def _makes_the_names_of(self, code: str, item: fx.Node | Scope, elements: Mapping[int, Any]) -> bool:
-        """Whether the names in `q, k = ..` are those of this operator's elements.
-
-        A function on the line may return the elements in another order, or something made of them.
-        """
-        if isinstance(item, Scope):
-            return True
-        if takes_apart(code, operator_name(item)):
-            return True
-        is_plain = all(is_final(e, self.body.scope.depth) for e in elements.values() if e is not None)
-        return operator_name(item) == "unbind" and is_plain
 
     def _bind(self, node: fx.Node, name: str) -> None:
         self.names.bind(node, name)

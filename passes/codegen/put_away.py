@@ -62,6 +62,10 @@ def _following(function: ast.FunctionDef, number: int, name: str) -> list[_Event
 
 def _event(node: ast.AST, name: str) -> _Event | None:
     """Returns what a statement does with a name: it puts its value into a list, or gives it another value."""
+    if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+        entries = node.value.elts if isinstance(node.value, ast.List) else []  # `skips += [x]`
+        if any(isinstance(entry, ast.Name) and entry.id == name for entry in entries):
+            return node.lineno, node.target.id
     if isinstance(node, _MAKING):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         parts = [part for target in targets for part in getattr(target, "elts", [target])]

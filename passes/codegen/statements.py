@@ -63,11 +63,13 @@ def filled_name(code: str) -> str | None:
 def appended_list(code: str) -> str | None:
     """Returns the list that a statement puts a value into, or makes, or None.
 
-    It is "outs" for "outs.append(x)" and "outs = [f(x) for x in y]".
+    It is "outs" for "outs.append(x)", "outs += [x]" and "outs = [f(x) for x in y]".
     """
     statement = parsed_statement(code)
     if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.List | ast.ListComp):
         held: ast.expr = statement.targets[0]
+    elif isinstance(statement, ast.AugAssign) and isinstance(statement.value, ast.List):
+        held = statement.target
     elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
         called = statement.value.func
         if not isinstance(called, ast.Attribute) or called.attr != "append":
@@ -131,7 +133,7 @@ def names_of_what_it_makes(code: str, names: tuple[str, ...]) -> tuple[str, ...]
     return tuple(n for n, entry in zip(names, value.elts, strict=True) if not isinstance(entry, ast.Name))
 
 
-_PARTS = {"chunk", "split", "split_with_sizes", "tensor_split", "unbind", "unsafe_chunk", "unsafe_split"}
+PARTS = {"chunk", "split", "split_with_sizes", "tensor_split", "unbind", "unsafe_chunk", "unsafe_split"}
 
 
 def takes_apart(code: str, operator: str) -> bool:
@@ -144,7 +146,7 @@ def takes_apart(code: str, operator: str) -> bool:
         return False
     called = value.func.attr if isinstance(value.func, ast.Attribute) else ast.unparse(value.func)
     is_its = called.lower() in operator.lower() or called == "apply"  # the call of an autograd function
-    return is_its or {called, operator} <= _PARTS
+    return is_its or {called, operator} <= PARTS
 
 
 def drops_always(code: str) -> bool:

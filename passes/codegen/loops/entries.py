@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from pd2bw_fx.passes.codegen.attributes import Attributes
 from pd2bw_fx.passes.codegen.layout import Loop, resolve
-from pd2bw_fx.passes.codegen.literals import STRING
+from pd2bw_fx.passes.codegen.literals import STRING, identifier
 from pd2bw_fx.passes.codegen.method import Statement
 
 from .tokens import Flow, computed, line_of
@@ -131,13 +131,19 @@ def num_lines(entry: Entry) -> int:
     return 1 + (entry.first is not None) + sum(map(num_lines, entry.body))
 
 
+def without_number(name: str) -> str:
+    """Returns "out" for "out_6", and "sum_" for "sum_2"."""
+    plain = re.sub(r"_\d+$", "", name)
+    return name if plain == name else identifier(plain)
+
+
 def with_plain_names(body: Sequence[Entry]) -> list[Entry]:
     """Renames out_6 to out where the body has no other out any more."""
     whole = line_of("\n".join(map(entry_text, body)), is_loop=True)
     taken = whole.names
     names: dict[str, str] = {}
     for name in whole.assigned:
-        plain = re.sub(r"_\d+$", "", name)
+        plain = without_number(name)
         if name not in names and plain not in taken:
             names[name] = plain
             taken.add(plain)

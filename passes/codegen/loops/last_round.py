@@ -98,7 +98,7 @@ def _written(whole: BodyLines, start: int, end: int, found: Sequence[Entry | Non
             if token.kind != "name" or token.text == "_":
                 continue
             if at in line.targets:
-                name = free_name(re.sub(r"_\d+$", "", token.text) + "_2", taken)
+                name = free_name(re.sub(r"_\d+$", "", token.text).removesuffix("_") + "_2", taken)
                 taken.add(name)
             else:
                 name = _a_round_later(flow, flow.values[number][at], start, length, made)

@@ -12,7 +12,7 @@ from pd2bw_fx.passes.codegen.layout import free
 from pd2bw_fx.passes.codegen.method import Statement
 
 from .counted import Counting, TokenAt, counting
-from .entries import BodyLines
+from .entries import BodyLines, without_number
 from .tokens import REVERSED, SUM, Token, line_of, text_of
 
 _FIRST_ROUNDS = 3  # enough to see whether numbers count up, and what is handed on
@@ -119,7 +119,7 @@ class Rounds:
     def plainest(self, place: TokenAt) -> str:
         """Returns the last round's name without its number, if free: `hidden` for hidden_2, hidden_3, .."""
         name = self._last(place) if self._last(place) != "_" else self._shortest(place)
-        plain = re.sub(r"_\d+$", "", name)
+        plain = without_number(name)
         return plain if plain in self.whole.assigned or plain not in self.taken else name
 
     def _shortest(self, place: TokenAt) -> str:
