@@ -372,37 +372,3 @@ def test_a_tensor_of_a_few_numbers_has_them_in_the_code(tmp_path: Path) -> None:
         assert ", torch.tensor([0.485, 0.456]))" in text
         assert "torch.empty(17)" in text
     assert "Block(2.0), Block(4.0)" in generate(case.graph, planned(case, 1))[0].source
-
-
-class _Worded(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean, self.deviation = nn.Linear(8, 4), nn.Linear(8, 4)
-        self.rate = 0.3
-
-    def forward(self, x: Tensor) -> Tensor:
-        mean, deviation = self.mean(x), self.deviation(x)
-        drawn = mean + torch.exp(0.5 * deviation)
-        drawn = self.rate * torch.tanh(drawn) + drawn[:, None].sum(1).clamp(min=-3.0)
-        drawn = torch.min(drawn**2 * 2, self.rate * deviation).float()
-        drawn = torch.clamp(drawn, min=-2.0)
-        return -0.5 * torch.sum(1 + deviation - mean.pow(2), dim=1).mean() + (drawn - 1).mean()
-
-
-def test_an_operator_is_worded_as_its_author_words_it() -> None:
-    torch.manual_seed(0)
-    case = case_of(_Worded().double(), (torch.randn(3, 8, dtype=torch.float64),))
-
-    plan = planned(case, 1)
-    (program,) = generate(case.graph, plan)
-
-    assert compared(case, plan, [program]).exact
-    lines = [line.strip().partition("  # ")[0] for line in program.source.splitlines()]
-    for line in (
-        "drawn = mean + torch.exp(0.5 * deviation)",
-        "drawn = 0.3 * torch.tanh(drawn) + drawn[:, None].sum(1).clamp(min=-3.0)",
-        "drawn = torch.min(drawn**2 * 2, 0.3 * deviation).float()",
-        "drawn = torch.clamp(drawn, min=-2.0)",
-        "return -0.5 * torch.sum(1 + deviation - mean.pow(2), dim=1).mean() + (drawn - 1).mean()",
-    ):
-        assert line in lines, program.source

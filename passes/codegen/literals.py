@@ -52,6 +52,8 @@ def literal(value: Any) -> str:
     if kind is float:
         return limit_of_a_type(value) or _number(value)
     if kind is complex:
+        if _is_imaginary(value):
+            return f"{_number(value.imag).removesuffix('.0')}j"
         return f"complex({literal(value.real)}, {literal(value.imag)})"
     if kind is str:
         return quoted(value)
@@ -69,6 +71,12 @@ def literal(value: Any) -> str:
         f"the model uses a constant of type {kind.__module__}.{kind.__qualname__} that cannot be written as "
         "source; make it a tensor, a number, a string or a tuple of these"
     )
+
+
+def _is_imaginary(value: complex) -> bool:
+    """Whether Python reads `2j` as this number; it reads `-2j` as one whose real part is -0.0."""
+    signs = math.copysign(1, value.real), math.copysign(1, value.imag)
+    return value.real == 0 and math.isfinite(value.imag) and signs == (1, 1)
 
 
 def _number(value: float) -> str:

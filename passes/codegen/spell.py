@@ -21,7 +21,14 @@ from .literals import is_plain_name
 from .scopes import line_at, module_calls
 from .statements import drops_always
 from .subscripts import new_dimension
-from .wording import cast_called, has_its_number_first, is_a_power, is_a_subscript, is_called_of_torch
+from .wording import (
+    cast_called,
+    divided_one,
+    has_its_number_first,
+    is_a_power,
+    is_a_subscript,
+    is_called_of_torch,
+)
 from .words import SPECIAL
 
 # Functions of sizes and numbers. Those of torch can be traced again; Python's own serve as well.
@@ -124,11 +131,13 @@ def _overload(node: fx.Node, scene: Scene) -> Source:
 def _as_the_author(node: fx.Node, name: str, values: Mapping[str, Any], scene: Scene) -> Source | None:
     """Spells an operator in the author's words, where these are not what the rule would choose."""
     first, second = (*values.values(), None, None)[:2]
-    if name in ("add", "mul") and len(values) == 2 and isinstance(second, int | float):
+    if name in ("add", "mul") and len(values) == 2 and isinstance(second, int | float | complex):
         is_first = has_its_number_first(node, name, first, second)
         return infix(name, second, first, scene) if is_first else None
     if name == "pow" and len(values) == 2 and is_a_power(node):
         return power(first, second, scene)
+    if name == "reciprocal" and (one := divided_one(node)) is not None:
+        return infix("div", one, first, scene)
     if name == "unsqueeze" and is_a_subscript(node):
         return new_dimension(values, scene)
     if name == "to" and values.keys() == {"self", "dtype"} and (cast := cast_called(node, values["dtype"])):

@@ -66,6 +66,20 @@ def is_a_power(node: fx.Node) -> bool:
     return has_sign and "pow" not in _functions(statement)
 
 
+def divided_one(node: fx.Node) -> complex | None:
+    """Returns the 1 of the author's `1.0 / x`, which a trace has as `x.reciprocal()`, or None.
+
+    In `2 / x` the trace multiplies the reciprocal.
+    """
+    statement = statement_of(node)
+    factors = (user.args[1] for user in node.users if user.target is torch.ops.aten.mul.Tensor)
+    is_scaled = any(not isinstance(factor, fx.Node) for factor in factors)
+    if is_scaled or "reciprocal" in _functions(statement):
+        return None
+    signs = (inner for inner in _operations(statement) if isinstance(inner.op, ast.Div))
+    return next((value for sign in signs if (value := _value(sign.left)) == 1), None)
+
+
 def is_a_subscript(node: fx.Node) -> bool:
     """Whether the author's statement has `x[:, None]`, and no `unsqueeze`."""
     statement = statement_of(node)
@@ -85,7 +99,7 @@ def cast_called(node: fx.Node, dtype: Any) -> str | None:
     return name if name in called and "to" not in called else None
 
 
-def has_its_number_first(node: fx.Node, name: str, tensor: Any, number: float) -> bool:
+def has_its_number_first(node: fx.Node, name: str, tensor: Any, number: complex) -> bool:
     """Whether the author writes `0.5 * x` for this sum or product of a tensor and a number.
 
     Where a statement has several signs of the kind, those that may be this operator must agree.
@@ -98,7 +112,7 @@ def has_its_number_first(node: fx.Node, name: str, tensor: Any, number: float) -
     return found == {True}
 
 
-def _first_of(sign: ast.BinOp, tensor: Any, number: float, statement: ast.stmt | None) -> bool | None:
+def _first_of(sign: ast.BinOp, tensor: Any, number: complex, statement: ast.stmt | None) -> bool | None:
     """Whether the left operand is the number, and the right one the tensor; None where it is another sign.
 
     A number that is no literal is told from the tensor by the tensor's name, or because the tensor is made
@@ -134,14 +148,21 @@ def _names_in(trace: str) -> set[str]:
 
 
 def _computes(expression: ast.expr) -> bool:
-    """Whether an expression calls something or reads elements of something, rather than only naming it."""
-    return any(isinstance(inner, ast.Call | ast.Subscript | ast.MatMult) for inner in ast.walk(expression))
+    """Whether an expression calls something or reads elements of something, rather than only naming it.
+
+    Python's functions of numbers make no tensors.
+    """
+    found = (i for i in ast.walk(expression) if isinstance(i, ast.Call | ast.Subscript | ast.MatMult))
+    return any(not isinstance(i, ast.Call) or ast.unparse(i.func) not in _OF_NUMBERS for i in found)
 
 
-def _value(expression: ast.expr) -> float | None:
+_OF_NUMBERS = {"max", "min", "len", "int", "float", "round", "math.sqrt", "math.log", "math.exp", "math.prod"}
+
+
+def _value(expression: ast.expr) -> complex | None:
     """Returns the number that an expression of numbers is: `-0.5`, `1 / 3`, `2 * math.pi`."""
     match expression:
-        case ast.Constant(value=int() | float() as number):
+        case ast.Constant(value=int() | float() | complex() as number):
             return number
         case ast.Attribute(value=ast.Name(id="math" | "np" | "torch"), attr="pi"):
             return math.pi
