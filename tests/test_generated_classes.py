@@ -231,3 +231,21 @@ def test_a_factor_that_differs_is_no_size() -> None:
     pipe = split(nn.Sequential(_Scaled(2), _Scaled(4)), torch.randn(4, 8), cluster=1, costs="analytic")
 
     assert "def __init__(self, scale: float) -> None:" in pipe.stages[0].source
+
+
+class _Turned(nn.Module):
+    def __init__(self, order: tuple[int, ...]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).permute(self.order).tanh()
+
+
+def test_classes_that_turn_a_tensor_another_way_stay_apart() -> None:
+    model = nn.Sequential(_Turned((0, 2, 1)), _Turned((1, 0, 2)))
+    pipe = split(model, torch.randn(8, 8, 8), cluster=1, costs="analytic", check="full")
+
+    for order in ("0, 2, 1", "1, 0, 2"):
+        assert f".permute({order})" in pipe.stages[0].source

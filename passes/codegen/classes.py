@@ -24,9 +24,9 @@ from .template import ClassOf, Leaf, Template, leaves, outline, spelled
 _MOST_ARGUMENTS = 8
 _MOST_POSITIONAL = 2
 _PLAIN = "super().__init__()"
-# A number in a body, but not in a module's path, a string, a name or the index of a shape.
+# A number in a body, but not in a module's path, a string, a name, the index of a shape or a permutation.
 _TOKEN = re.compile(
-    f"(?P<other>\ue000[^\ue001]*\ue001|{STRING}|\\.shape\\[\\d+\\]|[A-Za-z_]\\w*)"
+    f"(?P<other>\ue000[^\ue001]*\ue001|{STRING}|\\.shape\\[\\d+\\]|\\.permute\\([-\\d, ]+\\)|[A-Za-z_]\\w*)"
     "|(?P<number>\\d+(?:\\.\\d+)?(?:e-?\\d+)?)"
 )
 
