@@ -394,3 +394,24 @@ def test_a_cast_is_not_called_after_its_method() -> None:
     pipe = split(Adding(), (torch.randn(4, 8), torch.tensor([0, 2, 2, 5])), cluster=1, costs="analytic")
 
     assert "        cast = (self.f(x) * " in pipe.stages[0].source
+
+
+class _Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = torch.nn.utils.weight_norm(nn.Linear(8, 8))
+        self.end = nn.Linear(8, 8)
+
+    def forward(self, audio: Tensor) -> Tensor:
+        audio = self.start(audio)
+        end: Tensor = self.end(audio.tanh())
+        return end.square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_what_a_hook_computes_is_not_called_what_the_call_returns() -> None:
+    pipe = split(_Normed(), torch.randn(4, 8), cluster=1, costs="analytic")
+    lines = [line.partition("  # ")[0].strip() for line in pipe.stages[0].source.splitlines()]
+
+    assert "audio = self.start(audio)" in lines
+    assert next(line for line in lines if "_weight_norm" in line).startswith("weight_norm = ")

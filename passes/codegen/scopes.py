@@ -199,11 +199,11 @@ def _frames_of_calls(frames: Sequence[Line], kinds: Sequence[str]) -> list[Line 
     """Returns the frame of each call, outermost first; the innermost frame is the innermost call's.
 
     A layer of torch that is made in a forward (`nn.CrossEntropyLoss()(x, y)`, `self.layers[:3](x)`) has a
-    frame, but is no call.
+    frame, but is no call. In a hook (`torch.nn.utils.weight_norm`) the innermost call has no frame yet.
     """
-    found: list[Line | None] = []
+    found: list[Line | None] = [None] * (len(kinds) - len(frames))
     left, surplus = list(frames), len(frames) - len(kinds)
-    for kind in reversed(kinds):
+    for kind in reversed(kinds[: len(kinds) - len(found)]):
         while surplus > 0 and left[-1].of_the_forward.module_of_torch not in (None, kind.rpartition(".")[0]):
             left.pop()
             surplus -= 1
