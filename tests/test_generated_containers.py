@@ -300,3 +300,18 @@ def test_the_end_of_a_parameter_list_is_gone_through_by_number() -> None:
 
     end = pipe.stages[1].source
     assert re.search(r"for i in range\(\d, 14\):\n +x = \(x \* self\.factors\[str\(i\)\]\)\.sin\(\)", end)
+
+
+def test_a_sequence_with_an_empty_one_in_it_is_called_whole() -> None:
+    class Ghost(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.primary = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Sequential())
+
+        def forward(self, x: Tensor) -> Tensor:
+            x1: Tensor = self.primary(x)
+            return torch.cat([x, x1], dim=-1)[:, 4:12].square().mean()
+
+    pipe = pd2bw_fx.split(Ghost(), torch.randn(4, 8), cluster=1, costs="analytic", check="full")
+
+    assert "x1 = self.primary(x)" in pipe.stages[0].source

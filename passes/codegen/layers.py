@@ -167,6 +167,11 @@ def sequential(members: Mapping[str, Template]) -> Call:
     return Call("nn.Sequential", (Part(Call("OrderedDict", named)),))
 
 
+def is_idle(module: nn.Module) -> bool:
+    """Whether a member of a sequence hands on what it is given: an identity, or an empty sequence."""
+    return type(module) is nn.Identity or (type(module) is nn.Sequential and len(module) == 0)
+
+
 def is_sequential(module: nn.Module) -> bool:
     """Whether a module runs as an nn.Sequential that `sequential` can build.
 

@@ -28,7 +28,7 @@ from .calls import (
 )
 from .cut import Cut, is_number, is_size, size_symbol, spec_of, tensors_read, times_size
 from .layer_calls import takes_and_gives_what_the_layer_does
-from .layers import has_other_numbers, is_in_evaluation, is_layer, is_sequential
+from .layers import has_other_numbers, is_idle, is_in_evaluation, is_layer, is_sequential
 from .numbers import numbers
 from .scopes import Scope, lift, module_calls, rename, walk
 from .unread_results import LAYERS_OF_TORCH, returned_unread
@@ -313,7 +313,7 @@ class StageTree:
         if not is_sequential(module):
             return False
         called = [item.path for item in scope.items if isinstance(item, Scope)]
-        idle = [f"{scope.path}.{n}" for n, m in module.named_children() if type(m) is nn.Identity]
+        idle = [f"{scope.path}.{n}" for n, m in module.named_children() if is_idle(m)]
         members = [f"{scope.path}.{n}" for n, _ in module.named_children()]
         if [path for path in members if path not in idle or path in called] != called:
             return False
