@@ -23,9 +23,8 @@ from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.module import SOURCE_NAME
 
 _LOCATION = re.compile(r"#.*?(\S+\.py:\d+)")
-_FRAME = re.compile(
-    r'File "([^"]+)", line (\d+), in [^\n]*(?:\n    +([^\n]*))?'
-)  # a notebook's may lack text
+# A notebook's frame may lack the text.
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*(?:\n    +([^\n]*))?')
 _LONGEST = 60  # characters of a call; a longer one is named by its beginning
 
 

@@ -87,9 +87,8 @@ def _summed(text: str, attributes: Attributes) -> str | None:
     (inside,) = entries[0].body
     assert isinstance(inside, Statement)
     whole = f"sum({inside.text.removeprefix('_ = ')} {entries[0].header.removesuffix(':')})"
-    if re.search("(^|[^\\w\\])\ue001])\\($", before) and rest.startswith(
-        ")"
-    ):  # brackets of the additions alone
+    has_own_brackets = re.search("(^|[^\\w\\])\ue001])\\($", before) and rest.startswith(")")
+    if has_own_brackets:
         before, rest = before[:-1], rest[1:]
     summed = f"{before}{whole}{rest}"
     # A line that is broken reads no better than the additions.

@@ -81,10 +81,8 @@ class SearchState:
         self.floor_s = choices.floor_s()
         self.is_enumerated = False
         self.joined_nodes: Integers | None = None
-        self.relaxed_sets = {
-            True: 0.0,
-            False: 0.0,
-        }  # by whether nodes are joined: `max_sets` of the last time
+        # `max_sets` of the last time that relaxed rules were asked, by whether nodes were joined.
+        self.relaxed_sets = {True: 0.0, False: 0.0}
         self.down_sets: DownSets | None = None
 
     def bound_s(self) -> float:
