@@ -36,14 +36,23 @@ _NEARLY = 4  # times the gap to prove: where so little is left, the least improv
 _SETTLED = 0.05  # of the gap: bisection ends where so much of it is between known and unknown
 
 
-def prove_by_cuts(state: SearchState, gap: float) -> None:
-    """Improves the incumbent and the bound until the gap is proven or the time is up."""
-    if len(state.choices) != 1 or not applies_to(state.choices[0]) or state.stage_of is None:
-        return
-    questions = _Questions(state)
-    with suppress(OutOfTime):  # what was found and proven until then is in the state
-        questions.improve(gap)
-        questions.prove(gap)
+class ByCuts:
+    """Improves the incumbent and the bound of a search until the gap is proven or the time is up."""
+
+    def __init__(self, state: SearchState) -> None:
+        self._state = state
+        self._questions: _Questions | None = None
+
+    def __call__(self, gap: float, *, may_branch: bool = True) -> None:
+        """Goes on where the last call ended. Unless it `may_branch`, it ends when nothing else is left."""
+        state = self._state
+        if len(state.choices) != 1 or not applies_to(state.choices[0]) or state.stage_of is None:
+            return
+        with suppress(OutOfTime):  # what was found and proven until then is in the state
+            if self._questions is None:
+                self._questions = _Questions(state)
+                self._questions.improve(gap)
+            self._questions.prove(gap, may_branch=may_branch)
 
 
 class _Questions:
@@ -55,6 +64,7 @@ class _Questions:
         self._kind = DeviceKind(instance, 0, instance.num_stages)
         self._graph = CutGraph(self._kind, state.reach)
         self._few = _FEW_NEAR
+        self._most_branches = 0
         self._most = _MAX_CELLS // (instance.num_stages * max(instance.num_nodes, len(instance.nets), 1))
 
     def improve(self, gap: float) -> None:
@@ -66,15 +76,21 @@ class _Questions:
                 answer = self._ask_near(self._slightly_less(gain), _RADII[at])
                 at = 0 if self._is_gained(answer) else at + 1
 
-    def prove(self, gap: float) -> None:
-        """Asks at targets from the bound up, until the gap is proven. Raises OutOfTime."""
-        state, most_branches, unknown_s, step_s = self._state, 0, np.inf, np.inf
+    def prove(self, gap: float, *, may_branch: bool) -> None:
+        """Asks at targets from the bound up, until the gap is proven. Raises OutOfTime.
+
+        Unless it `may_branch`, it ends when nothing more becomes known without.
+        """
+        state, unknown_s, step_s = self._state, np.inf, np.inf
+        self._most_branches = max(self._most_branches, _BRANCHES if may_branch else 0)
         while not state.is_proven(gap):
             bound_s, best_s = state.bound_s(), float(state.bottleneck_s)
             if unknown_s - bound_s < _SETTLED * (best_s - bound_s):
+                if not may_branch:
+                    return
                 # Targets not much farther from the bound than the last that was unknown are asked first.
                 step_s = _MORE * (unknown_s - bound_s)
-                most_branches, unknown_s = max(_BRANCHES, most_branches * _MORE), np.inf
+                self._most_branches, unknown_s = self._most_branches * _MORE, np.inf
                 self._few = min(self._few * 2, self._most)
                 self.improve(gap)
                 continue
@@ -82,7 +98,7 @@ class _Questions:
             target_s = min((bound_s + min(unknown_s, best_s)) / 2, bound_s + step_s, slightly_less_s)
             if unknown_s == np.inf and best_s - bound_s < _NEARLY * gap * best_s:
                 target_s = slightly_less_s
-            answer = self._ask(target_s, most_branches)
+            answer = self._ask(target_s)
             if answer.status is Status.INFEASIBLE:
                 state.refute(target_s)
                 step_s *= 2
@@ -108,8 +124,8 @@ class _Questions:
         answer = self._list(cuts, target_s, self._few)
         return answer if answer.stage_of is not None else Answer(Status.UNKNOWN)
 
-    def _ask(self, target_s: float, most_branches: int) -> Answer:
-        """Looks for a plan, or proves that there is none, in at most so many branches."""
+    def _ask(self, target_s: float) -> Answer:
+        """Looks for a plan, or proves that there is none, in few branches."""
         deadline, num_branches = self._state.deadline, 0
         left = [(NearCuts(self._graph, self._kind.count, target_s), np.inf)]
         while left:
@@ -123,7 +139,7 @@ class _Questions:
                 if answer.status is Status.INFEASIBLE:
                     continue
                 too_many_open = cuts.num_open
-            if num_branches == most_branches:
+            if num_branches == self._most_branches:
                 return Answer(Status.UNKNOWN)
             num_branches += 1
             left += [(half, too_many_open) for half in cuts.halves()]

@@ -27,7 +27,7 @@ from pd2bw_fx.passes.partition.bounds.downsets import DeviceKind
 from pd2bw_fx.passes.partition.choices import Answer, Choices, Deadline, SearchResult
 from pd2bw_fx.plan import Progress
 
-from .by_cuts import prove_by_cuts
+from .by_cuts import ByCuts
 from .search_state import SearchState
 
 _FINEST_GAP = 3e-6  # a smaller gap could not be told from a solver's tolerance
@@ -37,7 +37,8 @@ _FIRST_SHARE_OF_WORKLOADS = 0.02  # of the time left: short, because their down-
 _FEW_DOWN_SETS = 20_000  # listed for relaxed rules before programs are asked
 _MANY_NODES = 500  # joining more takes longer than most programs do
 _SMALL = 2000  # nodes times stages: at most so many where they are listed anew for each target
-_CUTS_SHARE = 0.9  # of the time left, for listing the cuts near a target
+_CUTS_SHARE = 0.9  # of the time left, for the cuts near a target
+_PROGRAMS_SHARE = 0.3  # of the time left, for programs before these branch
 _FEW_ORDERS = 25  # fruitless orders in a row, after which down-sets are enumerated where they are few
 
 
@@ -180,6 +181,7 @@ def _workload_steps(
         if any(enumeration.is_short() for enumeration in enumerations):
             state.shuffle(gap, patience=_FEW_ORDERS)
 
+    by_cuts = ByCuts(state)
     return (
         _Step(_FIRST_SHARE_OF_WORKLOADS, enumerate_short, early_s),
         _Step(_FIRST_SHARE_OF_WORKLOADS, state.ask_least_loads, early_s),
@@ -189,6 +191,8 @@ def _workload_steps(
         _Step(0.1, state.shuffle),
         _Step(0.7, state.ask_windows),
         _Step(None, enumerate_all),
-        _Step(_CUTS_SHARE, functools.partial(prove_by_cuts, state)),
+        _Step(_CUTS_SHARE, functools.partial(by_cuts, may_branch=False)),
+        _Step(_PROGRAMS_SHARE, state.ask_programs),
+        _Step(_CUTS_SHARE, by_cuts),
         _Step(1.0, state.ask_programs),
     )
