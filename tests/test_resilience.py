@@ -43,8 +43,12 @@ def test_a_rank_that_is_stopped_ends_the_other_with_its_name(stopped: int) -> No
     assert f"seen by rank {1 - stopped} (stage {1 - stopped}), in update" in error
 
 
-def test_a_rank_that_is_killed_is_named_by_those_that_are_not_beside_it_too() -> None:
-    with ranks(3, 2, "SIGKILL") as processes:
+@pytest.mark.parametrize("is_late", [(), (1,)])
+def test_a_rank_that_is_killed_is_named_by_those_that_are_not_beside_it_too(
+    is_late: tuple[int, ...],
+) -> None:
+    """A rank that is late to find out is told by the one that holds the store, before that ends."""
+    with ranks(3, 2, "SIGKILL", *is_late) as processes:
         processes[2].wait(timeout=120)
         began = time.monotonic()
         errors = [process.communicate(timeout=60)[1] for process in processes[:2]]
@@ -182,10 +186,10 @@ def met(store: HashStore, ranks: Sequence[int]) -> list[str]:
 
 
 @contextmanager
-def ranks(count: int, stopped: int, how: str, *, silence_s: float = 60.0) -> Iterator[list[Fork]]:
+def ranks(count: int, stopped: int, how: str, *is_late: int, silence_s: float = 60.0) -> Iterator[list[Fork]]:
     """Without torchrun, which would end the others itself."""
     world = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    program = [str(PROGRAMS / "stops.py"), str(stopped), how, str(silence_s)]
+    program = [str(PROGRAMS / "stops.py"), str(stopped), how, str(silence_s), *map(str, is_late)]
     processes = [Fork(program, environment=environment(RANK=str(r), **world)) for r in range(count)]
     try:
         yield processes

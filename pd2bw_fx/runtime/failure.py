@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
+import os
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -27,6 +29,7 @@ _FULL = (
     "file, say so there"
 )
 _GRACE_S = 2.0  # between the end of a connection and the reason of the rank that ended it
+_STAY_S = 3.0  # of the rank that holds the store, at most: others may not have read why they end
 
 
 class LinkDownError(WorkerError):
@@ -79,7 +82,7 @@ def share_failure(
     rank: int,
     stages: str,
     doing: Callable[[], str],
-    lost: Callable[[], str | None] = lambda: None,
+    lost: Callable[[Callable[[], str | None]], str | None] = lambda told: told(),
     *,
     named: Callable[[int], str] = "rank {}".format,
     engine: str = _MAKING,
@@ -87,7 +90,8 @@ def share_failure(
     """Tells all ranks of a failure in here; raises one that began on another rank with that rank's reason.
 
     `doing` says what this rank is at, `named` names a rank with its stages. `lost` says which rank has ended
-    without a word, and how: the rank at the other end of a lost connection may itself be a later victim.
+    without a word, and how, or what another rank has found out meanwhile: the rank at the other end of a lost
+    connection may itself be a later victim.
     `engine` is a name that the ranks' engines share with no others.
     """
     try:
@@ -96,12 +100,15 @@ def share_failure(
         seen_by = f"\n(seen by rank {rank}, {stages}, {doing()})"
         known = str(error) if error.peer is None else f"{named(error.peer)} {error.how}"
         tell_launcher(WorkerError(known + seen_by))  # torchrun may end this rank before it knows more
-        reason = _told(engine) or lost()
+        reason = _told(engine, _GRACE_S) or lost(functools.partial(_told, engine))
         if reason is None:
             raise
         tell(engine, reason)
         seen = WorkerError(f"{reason}{seen_by}")
         tell_launcher(seen)
+        with contextlib.suppress(RuntimeError, ValueError):  # torch.distributed has gone
+            others = dist.get_world_size() - 1  # the one that ended says nothing
+            is_met_by_all(f"told/{engine}", others, _STAY_S if holds_the_store(rank) else 0.0)
         raise seen from None  # the lost connection is a consequence of the reason
     except (SystemExit, KeyboardInterrupt) as error:
         tell(engine, f"the program of rank {rank} ({stages}) ended {doing()}: {error!r}")
@@ -114,17 +121,17 @@ def share_failure(
         raise
 
 
-def is_met_by_all(what: str, num_ranks: int) -> bool:
-    """Returns whether every rank calls this with the same `what` in a few seconds, so that none waits here.
+def is_met_by_all(what: str, num_ranks: int, within_s: float = _MEETING_S) -> bool:
+    """Returns whether so many ranks call this with the same `what` in a few seconds, so that none waits here.
 
     `what` is a name that is used for nothing else.
     """
     with contextlib.suppress(RuntimeError, ValueError):  # the store has gone, or torch.distributed with it
         store = dist.distributed_c10d._get_default_store()
         store.add(f"pd2bw_fx/met/{what}", 1)
-        deadline_s = time.monotonic() + _MEETING_S
+        deadline_s = time.monotonic() + within_s
         while time.monotonic() < deadline_s:
-            if store.add(f"pd2bw_fx/met/{what}", 0) == num_ranks:
+            if store.add(f"pd2bw_fx/met/{what}", 0) >= num_ranks:
                 return True
             time.sleep(_MEETING_S / 100)
     return False
@@ -142,11 +149,17 @@ def tell(engine: str, reason: str) -> None:
         dist.distributed_c10d._get_default_store().compare_set(_key(engine), "", reason)
 
 
-def _told(engine: str) -> str | None:
+def holds_the_store(rank: int) -> bool:
+    """Returns whether the store in which ranks meet ends with this rank: it may be torchrun's own."""
+    return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def _told(engine: str, within_s: float = 0.0) -> str | None:
     try:
         store = dist.distributed_c10d._get_default_store()
-        store.wait([_key(engine)], datetime.timedelta(seconds=_GRACE_S))
-        return str(store.get(_key(engine)).decode())
+        if within_s:
+            store.wait([_key(engine)], datetime.timedelta(seconds=within_s))
+        return str(store.get(_key(engine)).decode()) if store.check([_key(engine)]) else None
     except (RuntimeError, ValueError):
         return None  # nobody said anything: a process was killed
 

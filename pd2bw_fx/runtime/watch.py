@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from pd2bw_fx.errors import WorkerError
-from pd2bw_fx.runtime.failure import calls_apart
+from pd2bw_fx.runtime.failure import calls_apart, holds_the_store
 from pd2bw_fx.runtime.launcher import STARTED_BY, end_now, tell_launcher
 
 _BEAT_S = 1.0  # from one beat to the next
@@ -133,8 +133,12 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
 
-    def lost(self) -> str | None:
-        """Waits some seconds for a rank to fall silent or leave; returns what became of it, or None."""
+    def lost(self, told: Callable[[], str | None]) -> str | None:
+        """Waits some seconds for a rank to fall silent or leave; returns what became of it, or None.
+
+        It may be `told` by another rank, which has heard of it before: once that has ended, and the store
+        with it, nothing more is heard.
+        """
         deadline_s = time.monotonic() + 2 * _LOST_S
         while not self._is_closed.is_set() and time.monotonic() < deadline_s:
             silent_s = {
@@ -153,6 +157,8 @@ class Watch:
                 who = self._described(self._left[0])
                 return f"{who} has left the pipeline: its program ended, or closed its engine, early"
             time.sleep(_BEAT_S / 10)
+            if (reason := told()) is not None:
+                return reason
         return None
 
     def fail(self, why: str) -> None:
@@ -262,9 +268,8 @@ class Watch:
         return None
 
     def _holder(self) -> str:
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            return "torchrun on the first machine, which holds the store of the ranks,"
-        return f"{self._described(0)}, which holds the store of the ranks,"
+        who = self._described(0) if holds_the_store(0) else "torchrun on the first machine"
+        return f"{who}, which holds the store of the ranks,"
 
     def _end(self, who: str, silence_s: float) -> None:
         self._end_for(f"{who} has given no sign of life for {silence_s:.0f} s: it was stopped, or hangs")
