@@ -145,15 +145,13 @@ class NearCuts:
     def _dearest(self, j: int) -> tuple[float, int, int]:
         """Returns how much dearer a node makes the cut either way, and cut and node."""
         cut = _Cut(self._graph, self._can[j], self._must[j], self._limits(j))
-        number = np.full(self._graph.size, -1)
-        number[cut.open] = np.arange(len(cut.open))
-        own = np.flatnonzero(number[self._graph.node] >= 0)
+        own, nodes = cut.nodes_of_instance()
         if len(own) == 0:  # only the first or last member of a tensor is open
             return 0.0, j, int(cut.open[0])
         among = self._graph.reach.among(own)
         before, behind = among.sum(axis=0), among.sum(axis=1)
         order = np.lexsort((-np.maximum(before, behind), -np.minimum(before, behind)))
-        nodes = number[self._graph.node[own[order[:_NODES]]]]
+        nodes = nodes[order[:_NODES]]
         cheapest = cut.potentials[0]
         dearer = np.clip(cut.closures.least_with(nodes) - cheapest.least, 0.0, cheapest.room)
         scores = dearer.min(axis=1) + _OF_THE_DEARER * dearer.max(axis=1)
@@ -223,10 +221,7 @@ class NearCuts:
         cut = self._bound(j)
         if self._is_refuted:
             return
-        number = np.full(self._graph.size, -1)
-        number[cut.open] = np.arange(len(cut.open))
-        own = np.flatnonzero(number[self._graph.node] >= 0)
-        nodes = number[self._graph.node[own]]
+        own, nodes = cut.nodes_of_instance()
         never, always = cut.closures.refuted(nodes, self._graph.reach.among(own), deadline)
         self._can[j, cut.open[never]] = False
         self._must[j, cut.open[always]] = True
@@ -303,6 +298,7 @@ class _Cut:
         self.open = np.flatnonzero(can & ~must)
         number = np.full(graph.size, -1)
         number[self.open] = np.arange(len(self.open))
+        self._number_of_node = number[graph.node]
         arcs = number[graph.arcs]
         arcs = arcs[(arcs >= 0).all(axis=1)]
         here = [
@@ -311,6 +307,11 @@ class _Cut:
         ]
         self.closures = Closures(len(self.open), arcs, graph.follows[self.open], here)
         self.potentials = self.closures.potentials()
+
+    def nodes_of_instance(self) -> tuple[Integers, Integers]:
+        """Returns the instance's nodes that are open, and their places among all open nodes."""
+        own = np.flatnonzero(self._number_of_node >= 0)
+        return own, self._number_of_node[own]
 
     def least(self, prices: Floats) -> float:
         """Returns what the down-set costs at least, by the prices of the first limit."""
