@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from pd2bw_fx.errors import WorkerError
 from pd2bw_fx.runtime.failure import LinkDownError, share_failure
 from pd2bw_fx.runtime.launcher import tell_launcher
 from pd2bw_fx.runtime.meeting import _Arrival
+from pd2bw_fx.runtime.watch import Watch
 from tests.forks import Fork
 from tests.torchrun import PROGRAMS, environment, free_port, torchrun_of_forks
 
@@ -43,12 +44,8 @@ def test_a_rank_that_is_stopped_ends_the_other_with_its_name(stopped: int) -> No
     assert f"seen by rank {1 - stopped} (stage {1 - stopped}), in update" in error
 
 
-@pytest.mark.parametrize("is_late", [(), (1,)])
-def test_a_rank_that_is_killed_is_named_by_those_that_are_not_beside_it_too(
-    is_late: tuple[int, ...],
-) -> None:
-    """A rank that is late to find out is told by the one that holds the store, before that ends."""
-    with ranks(3, 2, "SIGKILL", *is_late) as processes:
+def test_a_rank_that_is_killed_is_named_by_those_that_are_not_beside_it_too() -> None:
+    with ranks(3, 2, "SIGKILL") as processes:
         processes[2].wait(timeout=120)
         began = time.monotonic()
         errors = [process.communicate(timeout=60)[1] for process in processes[:2]]
@@ -186,10 +183,10 @@ def met(store: HashStore, ranks: Sequence[int]) -> list[str]:
 
 
 @contextmanager
-def ranks(count: int, stopped: int, how: str, *is_late: int, silence_s: float = 60.0) -> Iterator[list[Fork]]:
+def ranks(count: int, stopped: int, how: str, *, silence_s: float = 60.0) -> Iterator[list[Fork]]:
     """Without torchrun, which would end the others itself."""
     world = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    program = [str(PROGRAMS / "stops.py"), str(stopped), how, str(silence_s), *map(str, is_late)]
+    program = [str(PROGRAMS / "stops.py"), str(stopped), how, str(silence_s)]
     processes = [Fork(program, environment=environment(RANK=str(r), **world)) for r in range(count)]
     try:
         yield processes
@@ -234,7 +231,7 @@ def test_torchruns_summary_has_the_lost_rank_even_if_torchrun_ends_the_others_at
             0,
             "stage 0",
             lambda: "in update 3",
-            lambda: told.append(file.read_text()),
+            lambda _: told.append(file.read_text()),
             named="rank {} (stage 1)".format,
         )
         with pytest.raises(LinkDownError), sharing:
@@ -243,6 +240,34 @@ def test_torchruns_summary_has_the_lost_rank_even_if_torchrun_ends_the_others_at
     assert json.loads(told[0])["message"]["message"] == (
         "WorkerError: rank 1 (stage 1) no longer answers\n(seen by rank 0, stage 0, in update 3)"
     )
+
+
+def test_the_rank_that_holds_the_store_stays_until_the_others_know_why_they_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 2 was killed, and rank 1 finds that out later than rank 0, with which the store goes."""
+    store, why, messages, ended_s = HashStore(), "rank 2 no longer answers", {}, {}
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", lambda: store)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 3)
+    monkeypatch.setattr("pd2bw_fx.runtime.failure._GRACE_S", 0.05)
+    watch = Watch(store, 1, 3, silence_s=60.0)
+
+    def end(rank: int, lost: Callable[[Callable[[], str | None]], str | None]) -> None:
+        time.sleep(0.5 * rank)
+        with pytest.raises(WorkerError) as raised, share_failure(rank, "a stage", lambda: "training", lost):
+            raise LinkDownError(2, "no longer answers")
+        messages[rank], ended_s[rank] = str(raised.value), time.monotonic()
+
+    began_s = time.monotonic()
+    late = threading.Thread(target=end, args=(1, watch.lost))
+    late.start()
+    end(0, lambda told: why)
+    late.join()
+    watch.close()
+
+    assert messages == {rank: f"{why}\n(seen by rank {rank}, a stage, training)" for rank in (0, 1)}
+    assert ended_s[0] - began_s > 0.4
 
 
 def test_a_rank_whose_memory_is_full_says_at_what_and_what_to_try() -> None:

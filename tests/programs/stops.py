@@ -4,8 +4,6 @@ stops.py RANK_THAT_STOPS SIGSTOP|SIGKILL    SILENCE_S    without a word, in the 
 stops.py RANK_THAT_STOPS error|exit|return  SILENCE_S    by an error or sys.exit between two steps, or as
                                                          if it were done
 stops.py RANK               half            SILENCE_S    does not, but gives half a batch
-
-With a fourth argument, a rank that is later than the others to find out who has fallen silent.
 """
 
 import os
@@ -17,7 +15,6 @@ import torch
 
 import pd2bw_fx
 from pd2bw_fx.models import build
-from pd2bw_fx.runtime import watch
 
 IS_TO_STOP, HOW = os.environ["RANK"] == sys.argv[1], sys.argv[2]
 
@@ -32,8 +29,6 @@ class Stopping(torch.optim.SGD):
 
 def main() -> None:
     torch.manual_seed(0)
-    if sys.argv[4:] == [os.environ["RANK"]]:
-        watch._LOST_S = 30.0
     model = build("mlp")
     num_stages = int(os.environ["WORLD_SIZE"])
     pipe = pd2bw_fx.split(model, cluster=num_stages, costs="analytic", check=False)
