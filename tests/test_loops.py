@@ -14,7 +14,7 @@ from pd2bw_fx.passes.codegen.loops import entries, rounds
 from pd2bw_fx.passes.codegen.loops.counted import counting, spelled
 from pd2bw_fx.passes.codegen.loops.rolling import in_rounds
 from pd2bw_fx.passes.codegen.loops.tokens import Line, computed, line_of
-from pd2bw_fx.passes.codegen.method import Statement
+from pd2bw_fx.passes.codegen.written import Statement
 from tests.drawn_loops import LENGTH, drawn_loops
 from tests.drawn_modules import imported
 from tests.stages import ruff_faults

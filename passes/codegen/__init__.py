@@ -11,6 +11,7 @@ What a stage consists of, and the tree of module calls that its operators belong
 A forward, method by method:
 
     method.py          the statements of one forward
+    written.py         the forward as it is written: arguments and lines
     body.py            the items of its body
     folding.py         which of them are written inside another's expression
     layer_calls.py     what the calls of torch.nn layers are given and return
@@ -65,9 +66,9 @@ from .cut import Cut, cut
 from .document import document
 from .layout import WIDTH
 from .literals import identifier
-from .method import Method
 from .stage_tree import StageTree
 from .write import StageWriter
+from .written import Method
 
 __all__ = ["WIDTH", "generate"]
 

@@ -17,8 +17,8 @@ from .attributes import Attributes
 from .layout import laid_out, signature_lines, written
 from .literals import STRING, identifier, is_plain_name, literal
 from .loops.rolled_up import rolled_up
-from .method import Method, Statement
 from .template import ClassOf, Leaf, Template, leaves, outline, spelled
+from .written import Method, Statement
 
 # A class with more arguments is harder to read than two classes.
 _MOST_ARGUMENTS = 8

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from .attributes import Attributes
 from .body import NO_REGION, Region
 from .breaking import brackets, needs_parentheses, operands, parted, spaced, top_level
-from .method import Statement
+from .written import Statement
 
 WIDTH = 110
 REFERENCE = re.compile("\ue000([^\ue001]*)\ue001")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import fx, nn
 
-from .body import NO_REGION, Body, Region
+from .body import Body, Region
 from .cut import is_number, is_size, size_symbol
 from .expression import Scene, Source
 from .folding import Folding
@@ -18,63 +17,17 @@ from .idioms import normalized
 from .layer_calls import call_arguments, linear_of
 from .literals import identifier, plain
 from .local_names import LocalNames
-from .loops.author_loops import NO_COUNTER, NO_ROUND, Counter, Round, counter_of, list_of, round_of
+from .loops.author_loops import counter_of, list_of, round_of
 from .loops.unfold_alike import unfold_alike
 from .naming import element_name, list_returned, result_name
 from .parts import name_of_list, names_of_parts
-from .scopes import Line, Scope, walk
-from .second_names import SecondName
+from .scopes import Scope, walk
 from .sizes import Sizes
 from .spell import spell
 from .stage_tree import DEVICE, StageTree
+from .written import LONGEST_FOLDED, Method, Statement, reference
 
-LONGEST_FOLDED = 88  # characters of a line that still reads well with its parts folded in
 _SHORT_OPERAND = 40  # characters of an operand that fits on a line of its own when a statement takes several
-
-
-@dataclass(frozen=True, slots=True)
-class Statement:
-    """A line of a body; `text` has module references in their unresolved form (see `reference`).
-
-    `place` is the author's line, and `shape` the result's shape where it differs from the operand's. `named`
-    is the author's name for the result, `counter` the counter of the author's loop around the line, and
-    `listed` the list that the line fills or joins. `round` is the line's place in that loop. `is_pure` says
-    whether running the line once more would do no harm.
-    """
-
-    text: str
-    place: str = ""
-    shape: tuple[int | str, ...] = ()
-    region: Region = NO_REGION
-    named: str = ""
-    counter: Counter = NO_COUNTER
-    listed: str = ""
-    together: tuple[str, ...] = ()
-    round: Round = NO_ROUND
-    is_pure: bool = False
-
-    @property
-    def comment(self) -> str:
-        shape = f"({', '.join(str(size) for size in self.shape)})" if self.shape else ""
-        return f"{self.place} {shape}".strip()
-
-
-@dataclass(frozen=True, slots=True)
-class Method:
-    """A written forward: its arguments in call order, and its body.
-
-    `passed_through` is the argument that it returns in evaluation, without doing anything else.
-    """
-
-    arguments: tuple[str, ...]
-    annotations: tuple[str, ...]
-    body: tuple[Statement, ...]
-    passed_through: str | None = None
-
-
-def reference(path: str) -> str:
-    """Marks a module or parameter by its path from `self`; it is spelled once the attribute tree is known."""
-    return f"\ue000{path}\ue001"
 
 
 def write_method(
@@ -210,24 +163,10 @@ class _Draft:
         self._bind(node, second.name)
         place = "" if second.line.module_of_torch else plain(str(second.line))
         region, at = self._region(item), len(self.written)
-        while at and self._stands_behind(self.written[at - 1], second, line, before):
+        while at and second.can_stand_before(self.written[at - 1], at=line, old=before):
             at -= 1
             region = self.written[at].region
         self.written.insert(at, Statement(f"{second.name} = {before}", place, region=region))
-
-    def _stands_behind(self, statement: Statement, second: SecondName, line: Line, before: str) -> bool:
-        """Whether a second name can be given in front of this statement.
-
-        It can if the author's line of the statement is between the second name and the line that needs it,
-        and the statement does the same behind the second name.
-        """
-        file, _, number = statement.place.rpartition(":")
-        if f"{file}:{second.line.number}" != plain(str(second.line)) or not number.isdigit():
-            return False
-        target, _, _ = statement.text.partition(" = ")
-        words, targets = (set(re.findall(r"\w+", text)) for text in (statement.text, target))
-        is_between = second.line.number < int(number) < line.number
-        return is_between and second.name not in words and before not in targets
 
     def _target(self, index: int, item: fx.Node | Scope, results: Sequence[fx.Node]) -> str:
         elements = self.body.elements(item)

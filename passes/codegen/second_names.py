@@ -8,18 +8,34 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .literals import identifier
+from .literals import identifier, plain
 from .loops.author_loops import parsed
 from .scopes import Line
+from .written import Statement
 
 
 @dataclass(frozen=True, slots=True)
 class SecondName:
     name: str
     line: Line  # where the author gives it
+
+    def can_stand_before(self, statement: Statement, *, at: Line, old: str) -> bool:
+        """Whether `name = old` can be moved up in front of this statement, from `at`, which needs it.
+
+        It can if the author's line of the statement is between the second name and the line that needs it,
+        and the statement does the same behind the second name.
+        """
+        file, _, number = statement.place.rpartition(":")
+        if f"{file}:{self.line.number}" != plain(str(self.line)) or not number.isdigit():
+            return False
+        target, _, _ = statement.text.partition(" = ")
+        words, targets = (set(re.findall(r"\w+", text)) for text in (statement.text, target))
+        is_between = self.line.number < int(number) < at.number
+        return is_between and self.name not in words and old not in targets
 
 
 def second_name(at: Line, name: str, made: Line | None) -> SecondName | None:

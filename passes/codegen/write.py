@@ -18,11 +18,12 @@ from .layers import constructor, sequential
 from .layout import WIDTH, signature_lines, written
 from .literals import MAIN, identifier, plain, quoted
 from .loops.rolled_up import rolled_up
-from .method import Method, reference, write_method
+from .method import write_method
 from .numbers import few_numbers
 from .scopes import Scope, line_at, walk
 from .stage_tree import StageTree
 from .template import Call, ClassOf, Fixed, Leaf, Part, Template
+from .written import Method, reference
 
 
 class StageWriter:

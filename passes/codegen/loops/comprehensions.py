@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from pd2bw_fx.passes.codegen.attributes import Attributes
 from pd2bw_fx.passes.codegen.layout import WIDTH, Loop
-from pd2bw_fx.passes.codegen.method import Statement
+from pd2bw_fx.passes.codegen.written import Statement
 
 from .entries import Entry
 from .members import name_of_member

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pd2bw_fx.passes.codegen.attributes import Attributes
 from pd2bw_fx.passes.codegen.layout import Loop, resolve
 from pd2bw_fx.passes.codegen.literals import STRING, identifier
-from pd2bw_fx.passes.codegen.method import Statement
+from pd2bw_fx.passes.codegen.written import Statement
 
 from .tokens import Flow, computed, line_of
 

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from pd2bw_fx.names import free_name
 from pd2bw_fx.passes.codegen.layout import Loop
-from pd2bw_fx.passes.codegen.method import Statement
+from pd2bw_fx.passes.codegen.written import Statement
 
 from .entries import BodyLines, Entry, entry_text
 from .tokens import Flow, line_of, text_of

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from pd2bw_fx.passes.codegen.layout import WIDTH, Loop, common, free, region_of
-from pd2bw_fx.passes.codegen.method import Statement
+from pd2bw_fx.passes.codegen.written import Statement
 
 from .counted import Counting, TokenAt, spelled
 from .entries import Entry

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pd2bw_fx.passes.codegen.attributes import Attributes, Container
 from pd2bw_fx.passes.codegen.layout import REFERENCE, Loop, common, free
 from pd2bw_fx.passes.codegen.literals import STRING, is_number, is_plain_name
-from pd2bw_fx.passes.codegen.method import Statement
+from pd2bw_fx.passes.codegen.written import Statement
 
 _LONGEST_BODY = 6
 _DEEPEST = 3  # nested containers in which loops are looked for

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from pd2bw_fx.passes.codegen.attributes import Attributes
 from pd2bw_fx.passes.codegen.layout import region_of
-from pd2bw_fx.passes.codegen.method import Statement
+from pd2bw_fx.passes.codegen.written import Statement
 
 from .comprehensions import as_comprehensions
 from .entries import Entry, entry_text, num_lines

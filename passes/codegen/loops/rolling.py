@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from pd2bw_fx.passes.codegen.attributes import Attributes
 from pd2bw_fx.passes.codegen.layout import region_of
-from pd2bw_fx.passes.codegen.method import Statement
+from pd2bw_fx.passes.codegen.written import Statement
 
 from .entries import (
     BodyLines,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pd2bw_fx.passes.codegen.layout import free
-from pd2bw_fx.passes.codegen.method import Statement
+from pd2bw_fx.passes.codegen.written import Statement
 
 from .counted import Counting, TokenAt, counting
 from .entries import BodyLines, without_number

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pd2bw_fx.passes.codegen.attributes import Attributes
 from pd2bw_fx.passes.codegen.layout import REFERENCE, WIDTH, Loop, resolve
 from pd2bw_fx.passes.codegen.literals import is_plain_name
-from pd2bw_fx.passes.codegen.method import Statement
+from pd2bw_fx.passes.codegen.written import Statement
 
 from .members import rolled
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pd2bw_fx.passes.codegen.layout import Loop, common
-from pd2bw_fx.passes.codegen.method import LONGEST_FOLDED, Statement
+from pd2bw_fx.passes.codegen.written import LONGEST_FOLDED, Statement
 
 from .entries import Entry
 from .tokens import line_of
