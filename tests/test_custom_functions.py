@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import pd2bw_fx
 from pd2bw_fx.runtime.reference import train_reference
+from tests.custom_functions import batch, model_of
 
 
 class Reversed(torch.autograd.Function):
@@ -127,16 +126,6 @@ class Model(nn.Module):
         low, grown, above = Parted.apply(self.layers[2](x))
         x = reversed_(low * above + grown, 2.0)
         return (Written.apply(Idle.apply(self.layers[3](x))) - y).square().mean()
-
-
-def batch(size: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(size)
-    return tuple(torch.randn(size, 6, dtype=torch.float64, generator=generator) for _ in range(2))  # type: ignore[return-value]
-
-
-def model_of(kind: type[nn.Module]) -> nn.Module:
-    torch.manual_seed(0)
-    return kind().double()
 
 
 def gradients_of(model: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
@@ -274,98 +263,6 @@ def test_a_function_that_draws_draws_the_same_again(tmp_path: Any) -> None:
 
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
     assert losses[1] == losses[2]
-
-
-class Constant(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * torch.tensor([1.0, 2.0], dtype=x.dtype).repeat(3)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-class BySize(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2 if x.shape[0] > 3 else x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-class Sized(nn.Module):
-    """`function` on a layer of a width that is fixed in the model."""
-
-    def __init__(self, function: Any, width: int = 6) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, width)
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.function.apply(self.layer(x))
-        return result.sum()
-
-
-def test_sizes_that_the_model_fixes_may_be_fixed_in_the_function_too() -> None:
-    model = Sized(Constant).double()
-    pipe = pd2bw_fx.split(model, batch(4)[:1], cluster=1, costs="analytic")
-
-    assert pipe.trace_report.tracer == "export"
-    assert pipe.verify(model).exact
-    assert "torch.tensor([1.0, 2.0], dtype=torch.float64, device=x.device)" in pipe.stages[0].source
-
-
-def test_a_function_that_depends_on_the_batch_size_is_traced_at_one() -> None:
-    model = Sized(BySize).double()
-    pipe = pd2bw_fx.split(model, batch(4)[:1], cluster=1, costs="analytic")
-
-    assert pipe.trace_report.tracer == "export-static"
-    assert "BySize computes depends on sizes" in pipe.trace_report.attempts[0].reason
-    assert pipe.verify(model).exact
-
-
-class ByNumpy(torch.autograd.Function):
-    """Finds by numpy, which takes no open size, which entries of dimension 1 are mirrored."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        width = x.shape[1] - 0.5
-        order = np.fmod(np.arange(x.shape[1]) + 2.0, width).astype("int64")
-        return x[:, order]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 3
-
-
-class ByNumpyInTheBatch(ByNumpy):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return ByNumpy.forward(ctx, x.t()).t()
-
-
-@pytest.mark.parametrize(("kind", "tracer"), [(ByNumpy, "export"), (ByNumpyInTheBatch, "export-static")])
-def test_what_takes_no_open_size_is_traced_at_those_that_are_fixed(kind: Any, tracer: str) -> None:
-    model = Sized(kind).double()
-    pipe = pd2bw_fx.split(model, batch(4)[:1], cluster=1, costs="analytic")
-
-    assert pipe.trace_report.tracer == tracer
-    assert pipe.verify(model).exact
-    if tracer == "export-static":
-        assert "ByNumpyInTheBatch can be traced at the example's sizes" in str(pipe.trace_report)
-
-
-def test_a_table_of_many_numbers_is_an_operand_of_the_function(tmp_path: Path) -> None:
-    model = Sized(ByNumpy, width=80).double()
-    pipe = pd2bw_fx.split(model, batch(4)[:1], cluster=1, costs="analytic")
-
-    assert pipe.trace_report.tracer == "export"
-    assert "ByNumpy.apply(self.layer(x), self.constant_0)" in pipe.stages[0].source
-    pipe.save(tmp_path)
-    assert pd2bw_fx.load(tmp_path).verify(model, example={"x": batch(7)[0]}).exact
 
 
 class Assigned(torch.autograd.Function):

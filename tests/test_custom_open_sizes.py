@@ -1,15 +1,18 @@
-"""Sizes that are open in custom autograd functions as they are in the model, and tensors that these keep."""
+"""Sizes in custom autograd functions, open as they are in the model or fixed, and tensors that these keep."""
 
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
 import pd2bw_fx
-from tests.test_custom_functions import batch, model_of
+from tests.custom_functions import batch, model_of
 
 
 class Paired(torch.autograd.Function):
@@ -77,3 +80,95 @@ def test_a_batch_of_columns_is_open_and_what_a_function_keeps_is_a_constant() ->
     model(batch(4)[0])
     pipe = pd2bw_fx.split(model, batch(4)[:1], cluster=1, costs="analytic")
     assert pipe.verify(model, example={"x": batch(7)[0]}).exact
+
+
+class Constant(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * torch.tensor([1.0, 2.0], dtype=x.dtype).repeat(3)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class BySize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2 if x.shape[0] > 3 else x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class Sized(nn.Module):
+    """`function` on a layer of a width that is fixed in the model."""
+
+    def __init__(self, function: Any, width: int = 6) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, width)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.function.apply(self.layer(x))
+        return result.sum()
+
+
+def test_sizes_that_the_model_fixes_may_be_fixed_in_the_function_too() -> None:
+    model = Sized(Constant).double()
+    pipe = pd2bw_fx.split(model, batch(4)[:1], cluster=1, costs="analytic")
+
+    assert pipe.trace_report.tracer == "export"
+    assert pipe.verify(model).exact
+    assert "torch.tensor([1.0, 2.0], dtype=torch.float64, device=x.device)" in pipe.stages[0].source
+
+
+def test_a_function_that_depends_on_the_batch_size_is_traced_at_one() -> None:
+    model = Sized(BySize).double()
+    pipe = pd2bw_fx.split(model, batch(4)[:1], cluster=1, costs="analytic")
+
+    assert pipe.trace_report.tracer == "export-static"
+    assert "BySize computes depends on sizes" in pipe.trace_report.attempts[0].reason
+    assert pipe.verify(model).exact
+
+
+class ByNumpy(torch.autograd.Function):
+    """Finds by numpy, which takes no open size, which entries of dimension 1 are mirrored."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        width = x.shape[1] - 0.5
+        order = np.fmod(np.arange(x.shape[1]) + 2.0, width).astype("int64")
+        return x[:, order]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 3
+
+
+class ByNumpyInTheBatch(ByNumpy):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return ByNumpy.forward(ctx, x.t()).t()
+
+
+@pytest.mark.parametrize(("kind", "tracer"), [(ByNumpy, "export"), (ByNumpyInTheBatch, "export-static")])
+def test_what_takes_no_open_size_is_traced_at_those_that_are_fixed(kind: Any, tracer: str) -> None:
+    model = Sized(kind).double()
+    pipe = pd2bw_fx.split(model, batch(4)[:1], cluster=1, costs="analytic")
+
+    assert pipe.trace_report.tracer == tracer
+    assert pipe.verify(model).exact
+    if tracer == "export-static":
+        assert "ByNumpyInTheBatch can be traced at the example's sizes" in str(pipe.trace_report)
+
+
+def test_a_table_of_many_numbers_is_an_operand_of_the_function(tmp_path: Path) -> None:
+    model = Sized(ByNumpy, width=80).double()
+    pipe = pd2bw_fx.split(model, batch(4)[:1], cluster=1, costs="analytic")
+
+    assert pipe.trace_report.tracer == "export"
+    assert "ByNumpy.apply(self.layer(x), self.constant_0)" in pipe.stages[0].source
+    pipe.save(tmp_path)
+    assert pd2bw_fx.load(tmp_path).verify(model, example={"x": batch(7)[0]}).exact

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import pd2bw_fx
 from pd2bw_fx.errors import TraceError, VerificationError
-from tests.test_custom_functions import batch, model_of
+from tests.custom_functions import batch, model_of
 
 
 class Shifted(torch.autograd.Function):

@@ -117,3 +117,48 @@ def test_a_cut_within_a_module_gives_values_the_names_that_they_have_there() -> 
 """
         in second
     )
+
+
+class _Crossing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.up = nn.ModuleList(nn.Linear(16, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        skips = []
+        for layer in self.down:
+            x = torch.relu(layer(x))
+            skips.append(x)
+        for layer in self.up:
+            x = layer(torch.cat([x, skips.pop()], dim=-1))
+        losses = {"far": x.square().mean(), "near": x.abs().mean()}
+        losses["loss"] = losses["far"] + losses["near"]
+        return losses
+
+
+def test_what_crosses_has_one_name_in_all_stages_and_results_are_called_what_they_are() -> None:
+    operators = [f"{name}.{at}" for name in ("down", "up") for at in range(3)]
+    constraints = Constraints(stage_of={name: at // 3 for at, name in enumerate(operators)})
+    pipe = split(_Crossing(), (torch.randn(4, 8),), cluster=2, costs="analytic", constraints=constraints)
+
+    first, last = pipe.programs
+    given = {port.value: port.name for port in first.outputs}
+    taken = {port.value: port.name for port in last.inputs}
+    assert given == taken
+    assert len({*given.values()}) == 3
+    assert f"return {', '.join(port.name for port in first.outputs)}" in first.source
+    assert "return far, near, loss" in last.source
+    assert "loss = far + near" in last.source
+
+
+def test_the_head_of_a_stage_calls_what_passes_it_by_as_the_others_do() -> None:
+    operators = [f"{name}.{at}" for name in ("down", "up") for at in range(3)]
+    constraints = Constraints(stage_of={name: at // 2 for at, name in enumerate(operators)})
+    pipe = split(_Crossing(), torch.randn(4, 8), cluster=3, costs="analytic", constraints=constraints)
+
+    first, middle, _ = pipe.programs
+    head = " ".join(middle.source.partition('"""\n\n')[0].split())
+    passing = re.findall(r"(\w+) \(passing by\)", head)
+    assert passing
+    assert set(passing) <= {port.name for port in first.outputs}
