@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +14,7 @@ from torch import Tensor, nn
 import pd2bw_fx
 from pd2bw_fx.errors import ExportError
 from pd2bw_fx.passes.export_onnx import run_onnx
-
-
-class Ending(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.function = function
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self.last(self.first(x)))
-
-
-def exported(model: nn.Module, folder: Path, *example: Tensor, **options: Any) -> Path:
-    opset = options.pop("opset", 20)
-    pipe = pd2bw_fx.split(model, example, cluster=2, num_stages=2, costs="analytic", **options)
-    pipe.export_onnx(folder, opset=opset)
-    return folder
-
-
-def assert_alike(folder: Path, model: nn.Module, atol: float = 1e-6, **inputs: Tensor) -> None:
-    with torch.no_grad():
-        expected = model(**inputs)
-    results = expected if isinstance(expected, tuple) else (expected,)
-    for found, result in zip(run_onnx(folder, inputs).values(), results, strict=True):
-        np.testing.assert_allclose(found, result.numpy(), rtol=1e-4, atol=atol)
+from tests.onnx_exports import Counting, Ending, assert_alike, exported
 
 
 def test_windows_on_transposed_memory_are_those_that_lie_there(tmp_path: Path) -> None:
@@ -131,15 +106,6 @@ def test_a_sample_of_which_nothing_is_seen_gets_what_torch_gives(
     assert_alike(folder, model, x=torch.randn(2, 6, 8), hidden=none)
 
 
-def test_quotient_and_remainder_are_two_outputs(tmp_path: Path) -> None:
-    def places(h: Tensor) -> tuple[Tensor, ...]:
-        best = h.argmax(1)
-        return h, best // 2, best % 2
-
-    model = Ending(places).eval()
-    assert_alike(exported(model, tmp_path / "onnx", torch.randn(3, 4)), model, x=torch.randn(7, 4))
-
-
 def test_an_encoder_with_padding_is_not_held_against_torchs_fast_path(tmp_path: Path) -> None:
     class Encoding(nn.Module):
         def __init__(self) -> None:
@@ -154,67 +120,6 @@ def test_an_encoder_with_padding_is_not_held_against_torchs_fast_path(tmp_path: 
     hidden[0, 4:] = True
     exported(Encoding(), tmp_path / "onnx", torch.randn(3, 6, 8), hidden)
     assert torch.backends.mha.get_fastpath_enabled()
-
-
-class Counting(nn.Module):
-    """What is computed of integers, as they come in."""
-
-    def __init__(self, function: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.first, self.last, self.function = nn.Linear(4, 4), nn.Linear(4, 4), function
-
-    def forward(self, x: Tensor, whole: Tensor) -> Any:
-        return self.last(self.first(x)), *self.function(whole)
-
-
-def _quotients(whole: Tensor) -> tuple[Tensor, ...]:
-    divisors = torch.tensor([3, -7, 1, -1])
-    return (
-        torch.div(whole, 86400, rounding_mode="floor"),
-        torch.div(whole, divisors, rounding_mode="floor"),
-        whole.div(divisors, rounding_mode="trunc"),
-        torch.div(whole, -1, rounding_mode="trunc"),
-    )
-
-
-def _quotients_of_a_number(whole: Tensor) -> tuple[Tensor, ...]:
-    divided = torch.div(2**40 + 1, whole.long(), rounding_mode="floor")
-    return -7 // whole, 7 % whole, divided, torch.div(-7, whole, rounding_mode="trunc")
-
-
-def _shifts(whole: Tensor) -> tuple[Tensor, ...]:
-    places = torch.tensor([0, 4], dtype=whole.dtype)
-    return (
-        whole >> 4,
-        whole << 3,
-        torch.bitwise_right_shift(whole, 40),
-        whole.unsqueeze(-1) >> places & 15,
-        (whole.unsqueeze(-1) << places),
-    )
-
-
-_NUMBERS = torch.tensor([[1764233279999, -16777217, 16777219, -(2**40) - 1], [7, -7, -1, 0]])
-
-
-@pytest.mark.parametrize(
-    ("function", "whole"),
-    [
-        (_quotients, _NUMBERS),
-        (_quotients, _NUMBERS.int()),
-        (_quotients_of_a_number, torch.tensor([3, -7, 1, -1])),
-        (_quotients_of_a_number, torch.tensor([3, -7, 1, -1], dtype=torch.int32)),
-        (_shifts, torch.tensor([[255, 17, 128, 3], [0, 1, 2, 99]], dtype=torch.uint8)),
-        (_shifts, torch.tensor([[-1, 2**31 - 1, -(2**31), 3], [-17, 1, 2, 99]], dtype=torch.int32)),
-    ],
-)
-def test_whole_numbers_are_exact(function: Any, whole: Tensor, tmp_path: Path) -> None:
-    model = Counting(function).eval()
-    folder = exported(model, tmp_path / "onnx", torch.randn(2, 4), torch.ones_like(whole))
-
-    found = list(run_onnx(folder, {"x": torch.randn(2, 4), "whole": whole}).values())
-    for array, result in zip(found[1:], function(whole), strict=True):
-        assert array.dtype == result.numpy().dtype
-        np.testing.assert_array_equal(array, result.numpy())
 
 
 def test_equal_values_stay_in_order_where_a_sort_is_stable(tmp_path: Path) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,28 +20,18 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from pd2bw_fx.errors import InputError, PlanMismatchError
-from pd2bw_fx.graph import ParameterSpec, TensorSpec
-from pd2bw_fx.runtime.checkpoint import Checkpoint, Header, RankState, save
+from pd2bw_fx.errors import InputError
 from pd2bw_fx.runtime.optimizing import RankOptimizer, grouped
-
-SHAPES = {"embedding": (4, 3), "norm": (3,), "head": (3, 4), "bias": (4,)}
-
-
-def specs(shapes: Mapping[str, tuple[int, ...]]) -> list[ParameterSpec]:
-    of = {name: TensorSpec(shape, torch.float32, example_shape=shape) for name, shape in shapes.items()}
-    return [ParameterSpec(name, spec) for name, spec in of.items()]
-
-
-EVERYWHERE = specs(SHAPES)
-
-
-def parameters(*names: str) -> dict[str, nn.Parameter]:
-    return {name: nn.Parameter(torch.full(SHAPES[name], 1.0)) for name in names}
-
-
-def by_dimensions(name: str, parameter: nn.Parameter) -> dict[str, Any]:
-    return {"lr": 0.1} if parameter.dim() > 1 else {"lr": 0.4}
+from tests.rank_optimizers import (
+    EVERYWHERE,
+    SHAPES,
+    by_dimensions,
+    one_group_each,
+    parameters,
+    run,
+    saved,
+    specs,
+)
 
 
 @pytest.mark.parametrize("names", [("embedding", "norm"), ("bias", "head"), ("norm",)])
@@ -56,60 +43,6 @@ def test_option_groups_are_those_of_the_whole_model(names: tuple[str, ...]) -> N
     assert [group["lr"] for group in groups] == [0.1, 0.4]
     held = [{name for name in own if any(own[name] is p for p in group["params"])} for group in groups]
     assert held == [{n for n in names if len(SHAPES[n]) == size} for size in (2, 1)]
-
-
-class Momentous(torch.optim.Optimizer):
-    """Keeps a Python number beside its tensors."""
-
-    def __init__(self, groups: Any, lr: float = 0.1) -> None:
-        super().__init__(groups, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                kept = self.state[parameter]
-                kept["scale"] = kept.get("scale", 1.0) / 3
-                kept["sum"] = kept.get("sum", torch.zeros_like(parameter)) + parameter.grad
-                parameter -= group["lr"] * kept["scale"] * kept["sum"]
-
-
-def one_group_each(given: list[nn.Parameter]) -> torch.optim.Optimizer:
-    rates = {2: 0.1, 1: 0.4}
-    return Momentous([{"params": [p], "lr": rates[p.dim()]} for p in given])
-
-
-def run(made: RankOptimizer, weights: Mapping[str, nn.Parameter], num_steps: int) -> None:
-    assert made.optimizer is not None
-    for _ in range(num_steps):
-        for parameter in weights.values():
-            parameter.grad = parameter.detach() * 0.5
-        made.optimizer.step()
-        made.step_scheduler()
-
-
-def saved(folder: Path, ranks: list[tuple[RankOptimizer, dict[str, nn.Parameter]]]) -> Checkpoint:
-    meeting = threading.Barrier(len(ranks))
-
-    @contextmanager
-    def together() -> Iterator[None]:
-        yield
-        meeting.wait()
-
-    def write(rank: int) -> None:
-        made, weights = ranks[rank]
-        tensors, plain = made.state()
-        tensors |= {f"weights_0/{name}": parameter.detach() for name, parameter in weights.items()}
-        state = RankState(tensors, **plain, loss_scale=None, random={})
-        header = Header(3, "1f1b", len(ranks), len(ranks), 0)
-        save(folder, header, rank, lambda: state, together=together)
-
-    threads = [threading.Thread(target=write, args=(rank,)) for rank in range(len(ranks))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return Checkpoint(folder)
 
 
 def warm_then_fall(optimizer: torch.optim.Optimizer) -> LRScheduler:
@@ -282,51 +215,6 @@ def test_learning_rates_that_go_their_own_ways_tell_nothing_of_another(tmp_path:
         third(parameters("embedding"), EVERYWHERE).load(checkpoint, {})
 
 
-OTHER_MODELS = {
-    "it has no parameter 'bias'": {"embedding": (4, 3), "bias": (4,)},
-    "its parameter 'embedding' has shape \\(4, 3\\), and the pipeline's \\(5, 3\\)": {"embedding": (5, 3)},
-    "the pipeline has no parameter 'embedding'": {},
-}
-
-
-@pytest.mark.parametrize("complaint", OTHER_MODELS)
-def test_another_model_s_checkpoint_is_told_by_its_tensors(tmp_path: Path, complaint: str) -> None:
-    weights = parameters("embedding")
-    made = RankOptimizer(weights, EVERYWHERE, one_group_each)
-    checkpoint = saved(tmp_path, [(made, weights)])
-
-    with pytest.raises(PlanMismatchError, match=complaint):
-        checkpoint.require_model(specs(OTHER_MODELS[complaint]), [])
-
-
-def test_an_optimizer_that_computes_losses_itself_is_refused() -> None:
-    with pytest.raises(InputError, match="LBFGS computes the loss several times"):
-        RankOptimizer(parameters("norm"), EVERYWHERE, torch.optim.LBFGS)
-
-
-def test_a_scheduler_of_another_optimizer_is_refused() -> None:
-    """It would step without an error, and no learning rate that trains would change."""
-    another = torch.optim.SGD(parameters("norm").values(), lr=0.1)
-    with pytest.raises(
-        InputError, match="lr_scheduler gave a MultiStepLR of another optimizer than the one it"
-    ):
-        RankOptimizer(parameters("norm"), EVERYWHERE, torch.optim.SGD, lambda _: MultiStepLR(another, [1]))
-
-
-def test_an_optimizer_of_sparse_gradients_is_refused() -> None:
-    with pytest.raises(InputError, match="SparseAdam takes sparse gradients"):
-        RankOptimizer(parameters("norm"), EVERYWHERE, torch.optim.SparseAdam)
-
-
-def test_a_hook_on_a_parameter_that_no_backward_would_call_is_refused() -> None:
-    def clamping(given: list[nn.Parameter]) -> torch.optim.Optimizer:
-        given[0].register_hook(lambda gradient: gradient.clamp(-1, 1))
-        return torch.optim.SGD(given)
-
-    with pytest.raises(InputError, match=r"a hook on norm, .*register_step_pre_hook"):
-        RankOptimizer(parameters("norm"), EVERYWHERE, clamping)
-
-
 class Precise(torch.optim.Optimizer):
     """Sums in float64, at a learning rate that is a tensor."""
 
@@ -384,51 +272,6 @@ def test_state_goes_on_in_its_own_type(tmp_path: Path, scheduler: Any) -> None:
         assert resumed.learning_rates == made.learning_rates
         for one in (made, resumed):
             one.step_scheduler()
-
-
-@pytest.mark.parametrize(
-    ("keeps", "told"),
-    [
-        (lambda state, own: state[own].update(past=[own.grad]), "keeps for norm a list as 'past'"),
-        (lambda state, own: state["all"].update(count=1), "keeps for 'all', which is no parameter"),
-    ],
-)
-def test_state_that_a_checkpoint_cannot_hold_is_told(keeps: Any, told: str) -> None:
-    weights = parameters("norm")
-    made = RankOptimizer(weights, EVERYWHERE, torch.optim.SGD)
-    run(made, weights, 1)
-    assert made.optimizer is not None
-    keeps(made.optimizer.state, weights["norm"])
-
-    with pytest.raises(InputError, match=told):
-        made.state()
-
-
-class Lookahead(Momentous):
-    """Has something beside what torch keeps, and says so itself."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "slow": 1}
-
-
-class Decaying(ExponentialLR):
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.factor = torch.tensor(0.5)
-        super().__init__(optimizer, 0.5)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "scheduler", "told"),
-    [
-        (Lookahead, None, "Lookahead keeps what its own state_dict alone knows"),
-        (torch.optim.SGD, Decaying, "Decaying keeps a Tensor as 'factor'"),
-    ],
-)
-def test_what_would_be_lost_in_a_checkpoint_is_told(optimizer: Any, scheduler: Any, told: str) -> None:
-    made = RankOptimizer(parameters("norm"), EVERYWHERE, optimizer, scheduler)
-
-    with pytest.raises(InputError, match=told):
-        made.state()
 
 
 class Relative(torch.optim.SGD):

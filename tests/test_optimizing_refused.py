@@ -1,0 +1,107 @@
+"""Optimizers and schedulers that no rank can train with, or that no checkpoint can hold, are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import (
+    ExponentialLR,
+    MultiStepLR,
+)
+
+from pd2bw_fx.errors import InputError, PlanMismatchError
+from pd2bw_fx.runtime.optimizing import RankOptimizer
+from tests.rank_optimizers import EVERYWHERE, Momentous, one_group_each, parameters, run, saved, specs
+
+OTHER_MODELS = {
+    "it has no parameter 'bias'": {"embedding": (4, 3), "bias": (4,)},
+    "its parameter 'embedding' has shape \\(4, 3\\), and the pipeline's \\(5, 3\\)": {"embedding": (5, 3)},
+    "the pipeline has no parameter 'embedding'": {},
+}
+
+
+@pytest.mark.parametrize("complaint", OTHER_MODELS)
+def test_another_model_s_checkpoint_is_told_by_its_tensors(tmp_path: Path, complaint: str) -> None:
+    weights = parameters("embedding")
+    made = RankOptimizer(weights, EVERYWHERE, one_group_each)
+    checkpoint = saved(tmp_path, [(made, weights)])
+
+    with pytest.raises(PlanMismatchError, match=complaint):
+        checkpoint.require_model(specs(OTHER_MODELS[complaint]), [])
+
+
+def test_an_optimizer_that_computes_losses_itself_is_refused() -> None:
+    with pytest.raises(InputError, match="LBFGS computes the loss several times"):
+        RankOptimizer(parameters("norm"), EVERYWHERE, torch.optim.LBFGS)
+
+
+def test_a_scheduler_of_another_optimizer_is_refused() -> None:
+    """It would step without an error, and no learning rate that trains would change."""
+    another = torch.optim.SGD(parameters("norm").values(), lr=0.1)
+    with pytest.raises(
+        InputError, match="lr_scheduler gave a MultiStepLR of another optimizer than the one it"
+    ):
+        RankOptimizer(parameters("norm"), EVERYWHERE, torch.optim.SGD, lambda _: MultiStepLR(another, [1]))
+
+
+def test_an_optimizer_of_sparse_gradients_is_refused() -> None:
+    with pytest.raises(InputError, match="SparseAdam takes sparse gradients"):
+        RankOptimizer(parameters("norm"), EVERYWHERE, torch.optim.SparseAdam)
+
+
+def test_a_hook_on_a_parameter_that_no_backward_would_call_is_refused() -> None:
+    def clamping(given: list[nn.Parameter]) -> torch.optim.Optimizer:
+        given[0].register_hook(lambda gradient: gradient.clamp(-1, 1))
+        return torch.optim.SGD(given)
+
+    with pytest.raises(InputError, match=r"a hook on norm, .*register_step_pre_hook"):
+        RankOptimizer(parameters("norm"), EVERYWHERE, clamping)
+
+
+@pytest.mark.parametrize(
+    ("keeps", "told"),
+    [
+        (lambda state, own: state[own].update(past=[own.grad]), "keeps for norm a list as 'past'"),
+        (lambda state, own: state["all"].update(count=1), "keeps for 'all', which is no parameter"),
+    ],
+)
+def test_state_that_a_checkpoint_cannot_hold_is_told(keeps: Any, told: str) -> None:
+    weights = parameters("norm")
+    made = RankOptimizer(weights, EVERYWHERE, torch.optim.SGD)
+    run(made, weights, 1)
+    assert made.optimizer is not None
+    keeps(made.optimizer.state, weights["norm"])
+
+    with pytest.raises(InputError, match=told):
+        made.state()
+
+
+class Lookahead(Momentous):
+    """Has something beside what torch keeps, and says so itself."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "slow": 1}
+
+
+class Decaying(ExponentialLR):
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.factor = torch.tensor(0.5)
+        super().__init__(optimizer, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler", "told"),
+    [
+        (Lookahead, None, "Lookahead keeps what its own state_dict alone knows"),
+        (torch.optim.SGD, Decaying, "Decaying keeps a Tensor as 'factor'"),
+    ],
+)
+def test_what_would_be_lost_in_a_checkpoint_is_told(optimizer: Any, scheduler: Any, told: str) -> None:
+    made = RankOptimizer(parameters("norm"), EVERYWHERE, optimizer, scheduler)
+
+    with pytest.raises(InputError, match=told):
+        made.state()
