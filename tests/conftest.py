@@ -13,7 +13,9 @@ import torch.distributed as dist
 import pd2bw_fx
 from pd2bw_fx.models import build
 from pd2bw_fx.passes.schedule import METHODS
+from pd2bw_fx.runtime import nursery
 from pd2bw_fx.runtime.nursery import kept_nursery
+from tests.processes import workers
 from tests.programs.with_backend import choose
 from tests.torchrun import torchrun_of_forks
 
@@ -75,6 +77,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         (waiting if starts else computing).append(tests)
     pairs = itertools.zip_longest(waiting, computing, fillvalue=())
     items[:] = [item for pair in pairs for tests in pair for item in tests]
+
+
+@pytest.fixture
+def no_process_is_left() -> Iterator[None]:
+    yield
+    if nursery._kept is not None and nursery._kept._process is not None:
+        assert workers() == []
 
 
 @pytest.fixture

@@ -20,3 +20,8 @@ def kept_process() -> subprocess.Popen[bytes]:
     assert nursery._kept is not None
     assert nursery._kept._process is not None
     return nursery._kept._process
+
+
+def workers() -> list[int]:
+    """Returns the workers' process ids by rank, which is the order of their start."""
+    return children_of(kept_process().pid)

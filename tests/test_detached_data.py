@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import pd2bw_fx
 from pd2bw_fx.errors import InputError, TraceError, VerificationError
 from pd2bw_fx.runtime.reference import train_reference
-from tests.test_user_models import Plain
+from tests.plain_models import Plain
 from tests.trained import assert_trained_by_the_rule
 
 sgd = functools.partial(torch.optim.SGD, lr=0.1)

@@ -10,109 +10,28 @@ import onnxruntime
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from pd2bw_fx.errors import ExportError, InputError, PlanMismatchError
-from pd2bw_fx.graph import TensorSpec
 from pd2bw_fx.passes.export_onnx import export_onnx, run_onnx
 from pd2bw_fx.stage import Port, StageProgram
-
-VOCABULARY, WIDTH, TIME = 11, 8, 5
-
-
-class Embed(nn.Module):
-    """tokens: (batch, time) -> hidden (batch, time, width), and a mask for the last stage."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        return self.embed(tokens), tokens > 2
-
-
-class Block(nn.Module):
-    """hidden (batch, time, width) -> (batch, time, width); dropout and batch norm differ in training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.BatchNorm1d(TIME)
-
-    def forward(self, embedding: Tensor) -> Tensor:
-        hidden = functional.dropout(functional.gelu(self.linear(embedding)), 0.3, self.training)
-        return embedding + self.norm(hidden)
-
-
-class Head(nn.Module):
-    """Logits by the tied embedding, and the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, hidden: Tensor, mask: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.lm_head(hidden * mask.unsqueeze(-1))
-        return logits, functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-class Whole(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stages = nn.ModuleList([Embed(), Block(), Head()])
-        self.stages[2].lm_head.weight = self.stages[0].embed.weight  # type: ignore[union-attr]
-
-    def forward(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        embedding, mask = self.stages[0](tokens)
-        logits, loss = self.stages[2](self.stages[1](embedding), mask, labels)
-        return logits, loss
-
-
-def spec(*shape: int | str, dtype: torch.dtype = torch.float32) -> TensorSpec:
-    return TensorSpec(tuple(shape), dtype, dtype.is_floating_point, None)
-
-
-def programs(dtype: torch.dtype = torch.float32, batch: int | str = "batch") -> tuple[StageProgram, ...]:
-    """stage 0 -> stage 1 -> stage 2, and a mask from stage 0 straight to stage 2."""
-    ids = spec(batch, TIME, dtype=torch.int64)
-    hidden, mask = spec(batch, TIME, WIDTH, dtype=dtype), spec(batch, TIME, dtype=torch.bool)
-    logits, loss = spec(batch, TIME, VOCABULARY, dtype=dtype), spec(dtype=dtype)
-    norm = tuple(f"norm.{name}" for name in ("running_mean", "running_var", "num_batches_tracked"))
-    return (
-        StageProgram(
-            0, "Embed", "", (Port("tokens", "tokens", ids),),
-            (Port("embedding", "embedding", hidden, targets=(1,)), Port("gt", "mask", mask, targets=(2,))),
-            ("embed.weight",), (), {},
-        ),
-        StageProgram(
-            1, "Block", "", (Port("embedding", "embedding", hidden, source=0),),
-            (Port("add", "added", hidden, targets=(2,)),),
-            ("linear.weight", "linear.bias", "norm.weight", "norm.bias"), norm, {},
-        ),
-        StageProgram(
-            2, "Head", "",
-            (Port("add", "hidden", hidden, source=1), Port("gt", "mask", mask, source=0),
-             Port("labels", "labels", ids)),
-            (Port("linear_1", "scores", logits, model_output="logits"),
-             Port("cross_entropy", "loss", loss, model_output="loss")),
-            ("lm_head.weight",), (), {},
-        ),
-    )  # fmt: skip
-
-
-def batch_of(size: int, seed: int = 0) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    draw = [torch.randint(0, VOCABULARY, (size, TIME), generator=generator) for _ in range(2)]
-    return dict(zip(("tokens", "labels"), draw, strict=True))
+from tests.three_stages import (
+    TIME,
+    VOCABULARY,
+    WIDTH,
+    Block,
+    Embed,
+    Head,
+    Whole,
+    batch_of,
+    programs,
+    spec,
+    whole,
+)
 
 
 @pytest.fixture(scope="module")
 def model() -> Whole:
-    torch.manual_seed(0)
-    whole = Whole()
-    for _ in range(3):
-        whole(**batch_of(6))  # running statistics that are not the initial ones
-    return whole
+    return whole()
 
 
 @pytest.fixture(scope="module")
@@ -341,71 +260,6 @@ def test_names_that_would_collide_are_made_unique(tmp_path: Path) -> None:
     np.testing.assert_allclose(found["twice"], expected.numpy())
 
 
-class Wrong(nn.Module):
-    """Computes another thing while it is exported than when it is run."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + 1 if torch.compiler.is_exporting() else x
-
-
-class OneSize(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.view(2, 4)
-
-
-class Projected(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.LSTM(4, 8, proj_size=4, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden, _ = self.rnn(x.unsqueeze(1))
-        return hidden.squeeze(1)
-
-
-class Untranslatable(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + 1 if x.sum() > 0 else x
-
-
-@pytest.mark.parametrize(
-    ("module", "said"),
-    [
-        (Wrong(), r"y, an output of stage 0, differs from torch by 1"),
-        (OneSize(), r"stage 0 fails in torch on inputs of shape \(1, 4\): RuntimeError: shape '\[2, 4\]'"),
-        (Projected(), r"layer 'rnn' of stage 0 is an LSTM with proj_size=4"),
-        (Untranslatable(), r"stage 0 cannot be translated to ONNX opset 20"),
-    ],
-)
-def test_a_stage_that_fails_is_an_error_and_leaves_no_files(
-    tmp_path: Path, module: nn.Module, said: str
-) -> None:
-    x = spec("batch", 4)
-    program = StageProgram(
-        0, "Wrong", "", (Port("x", "x", x),), (Port("y", "y", x, model_output="y"),), (), (), {}
-    )
-
-    with pytest.raises(ExportError, match=said):
-        export_onnx([program], [module], {"x": torch.ones(2, 4)}, tmp_path / "onnx")
-
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_wrong_requests_are_refused_before_anything_is_written(tmp_path: Path, model: Whole) -> None:
-    modules, folder = list(model.stages), tmp_path / "onnx"
-
-    with pytest.raises(InputError, match="opset 26 cannot be written; give one from 18 to 25"):
-        export_onnx(programs(), modules, batch_of(2), folder, opset=26)
-    with pytest.raises(InputError, match="no example of input 'labels'"):
-        export_onnx(programs(), modules, {"tokens": batch_of(2)["tokens"]}, folder)
-    folder.mkdir()
-    (folder / "thesis.txt").write_text("mine")
-    with pytest.raises(InputError, match="was not written by"):
-        export_onnx(programs(), modules, batch_of(2), folder)
-
-    assert [path.name for path in folder.iterdir()] == ["thesis.txt"]
-
-
 def test_running_needs_every_input_by_name_and_files_as_they_were_written(
     exported: Path, tmp_path: Path
 ) -> None:
@@ -426,16 +280,3 @@ def test_running_needs_every_input_by_name_and_files_as_they_were_written(
         run_onnx(exported, inputs | {"tokens": inputs["tokens"][:, 0]})
     with pytest.raises(PlanMismatchError, match=r"stage_1\.onnx"):
         run_onnx(copy, inputs)
-
-
-def test_exporting_and_failing_to_export_print_nothing(
-    tmp_path: Path, model: Whole, capfd: pytest.CaptureFixture[str]
-) -> None:
-    export_onnx(programs(), list(model.stages), batch_of(2), tmp_path / "onnx")
-
-    with pytest.raises(ExportError):
-        export_onnx(
-            programs(), [model.stages[0], Untranslatable(), model.stages[2]], batch_of(2), tmp_path / "no"
-        )
-
-    assert capfd.readouterr() == ("", "")

@@ -1,80 +1,27 @@
 """ONNX folders of whole models: merged, annotated, run in processes; held against the original model."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 import transformers
 from torch import Tensor, nn
 
-from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.errors import ExportError, InputError, PlanMismatchError
 from pd2bw_fx.models import MODELS, build
-from pd2bw_fx.passes.coarsen import coarsen
-from pd2bw_fx.passes.codegen import generate
 from pd2bw_fx.passes.export_onnx import (
-    Original,
     check_annotation,
     export_onnx,
     merge_onnx,
     run_onnx,
     run_onnx_processes,
 )
-from pd2bw_fx.passes.normalise import normalise
-from pd2bw_fx.passes.partition import partition
-from pd2bw_fx.passes.profile import profile
-from pd2bw_fx.passes.trace import trace
-from pd2bw_fx.program import tensors
-from pd2bw_fx.stage import StageProgram, build_module
+from tests.onnx_stages import Cut, cut, run
 from tests.slow import slow
-
-
-@dataclass(frozen=True)
-class Cut:
-    """A model and the stages that it was cut into."""
-
-    model: nn.Module
-    original: Original
-    programs: tuple[StageProgram, ...]
-    modules: list[nn.Module]
-    example: dict[str, Tensor]
-
-    def export(self, folder: Path, **options: Any) -> dict[str, Any]:
-        return export_onnx(
-            self.programs, self.modules, self.example, folder, original=self.original, **options
-        )
-
-    def eager(self, inputs: dict[str, Tensor], *, training: bool = False) -> dict[str, np.ndarray]:
-        """Returns the outputs of the original model as its author wrote it."""
-        assert self.original.forward is not None
-        before = self.model.training
-        self.model.train(training)
-        with torch.no_grad():
-            outputs = {name: value.numpy() for name, value in self.original.forward(inputs).items()}
-        self.model.train(before)
-        return outputs
-
-    def batch(self, size: int) -> dict[str, Tensor]:
-        """The example's samples over and over, in another order."""
-        index = torch.arange(size, 0, -1)
-        return {name: value[index % value.shape[0]] for name, value in self.example.items()}
-
-
-def cut(model: nn.Module, args: Any, kwargs: Any, num_stages: int) -> Cut:
-    cluster = Cluster.uniform(num_stages, memory_bytes="4 GiB")
-    traced = trace(model, args, kwargs)
-    graph = normalise(traced)
-    costs = profile(graph, traced.examples, device=cluster.devices[0], method="analytic", whole=traced.call)
-    plan = partition(coarsen(graph, costs, cluster), cluster, num_stages=num_stages)
-    stages = tuple(generate(graph, plan))
-    modules = [build_module(program, tensors(graph)) for program in stages]
-    return Cut(model, Original(graph, plan, model, traced.call), stages, modules, dict(traced.examples))
 
 
 @pytest.fixture(scope="module")
@@ -89,15 +36,6 @@ def folder(gpt: Cut, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("onnx") / "gpt"
     gpt.export(path, form="both")
     return path
-
-
-def run(
-    model: onnx.ModelProto | Path, inputs: dict[str, Tensor], outputs: list[str]
-) -> dict[str, np.ndarray]:
-    file = model.SerializeToString() if isinstance(model, onnx.ModelProto) else str(model)
-    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
-    fed = {name: value.numpy() for name, value in inputs.items()}
-    return dict(zip(outputs, session.run(outputs, fed), strict=True))
 
 
 @pytest.mark.parametrize("size", [1, 6])
@@ -287,31 +225,6 @@ def test_a_manifest_that_points_elsewhere_is_refused(
         run_onnx(tmp_path, {})
 
 
-class Moody(nn.Module):
-    """Computes another thing in evaluation than what its stages, traced in training, know of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale = 1.0 if self.training else 2.0
-        return self.second(self.first(x) * scale)
-
-
-def test_stages_that_agree_with_their_files_but_not_with_the_model_are_refused(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    moody = cut(Moody(), (torch.randn(3, 4),), {}, 2)
-
-    with pytest.raises(
-        ExportError, match=r"output, which stage 1 returns, differs from the original model's"
-    ):
-        moody.export(tmp_path / "onnx")
-
-    assert list(tmp_path.iterdir()) == []
-    assert moody.export(tmp_path / "onnx", training=True)["largest_differences_from_model"]["output"] < 1e-5
-
-
 def test_weights_that_were_trained_since_are_what_is_exported(tmp_path: Path) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -330,69 +243,6 @@ def test_weights_that_were_trained_since_are_what_is_exported(tmp_path: Path) ->
     np.testing.assert_allclose(
         run_onnx(tmp_path / "onnx", x)["output"], two.eager(x)["output"], rtol=1e-4, atol=1e-6
     )
-
-
-def test_training_form_normalises_by_the_batch_and_leaves_running_statistics(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3))
-    two = cut(net, (torch.randn(3, 2, 8, 8),), {}, 2)
-
-    manifest = two.export(tmp_path / "onnx", training=True)
-
-    x = {"input": torch.randn(5, 2, 8, 8)}
-    found = run_onnx(tmp_path / "onnx", x)
-    assert manifest["mode"] == "training"
-    assert int(two.modules[0].get_buffer("1.num_batches_tracked")) == 0
-    np.testing.assert_allclose(found["output"], two.eager(x, training=True)["output"], rtol=1e-4, atol=1e-5)
-
-
-def test_what_draws_random_numbers_has_no_training_form(gpt: Cut, tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match="differs between two runs on the same inputs in training mode"):
-        gpt.export(tmp_path / "onnx", training=True)
-
-    assert list(tmp_path.iterdir()) == []
-
-
-class DropPath(nn.Module):
-    """Stochastic depth as many libraries write it: Python asks for the mode."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        if not self.training:
-            return hidden
-        return hidden * torch.rand(hidden.shape[0], 1, device=hidden.device).add(0.5).floor()
-
-
-class Thinned(nn.Module):
-    """Something else in either mode."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        if not self.training:
-            return hidden * 0.5
-        return hidden * torch.rand(hidden.shape[0], 1, device=hidden.device).add(0.5).floor()
-
-
-def test_stochastic_depth_that_was_traced_in_training_is_not_in_the_files(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 4), DropPath(), nn.Linear(4, 4), nn.Dropout(0.1))
-    x = torch.randn(3, 4)
-
-    cut(net, (x,), {}, 2).export(tmp_path / "onnx")
-
-    found = run_onnx(tmp_path / "onnx", {"input": x})["output"]
-    np.testing.assert_allclose(found, net.eval()(x).detach(), rtol=1e-4, atol=1e-6)
-
-
-def test_a_branch_of_training_that_was_traced_is_named_and_evaluation_exports(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 4), Thinned(), nn.Linear(4, 4), nn.Dropout(0.1))
-    x = torch.randn(3, 4)
-
-    with pytest.raises(ExportError, match=r"drawn by 1 \(Thinned, .*split `model.eval\(\)`"):
-        cut(net, (x,), {}, 2).export(tmp_path / "onnx")
-
-    cut(net.eval(), (x,), {}, 2).export(tmp_path / "onnx")
-    found = run_onnx(tmp_path / "onnx", {"input": x})["output"]
-    np.testing.assert_allclose(found, net(x).detach(), rtol=1e-4, atol=1e-6)
 
 
 def test_a_form_that_is_unknown_or_lacks_the_plan_is_refused(gpt: Cut, tmp_path: Path) -> None:

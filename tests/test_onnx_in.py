@@ -15,72 +15,15 @@ from onnx import parser
 import pd2bw_fx
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
-from pd2bw_fx.device import Device
 from pd2bw_fx.errors import ExportError, InputError
 from pd2bw_fx.onnx_pipeline import OnnxPipeline
 from pd2bw_fx.passes.export_onnx import merge_onnx
-from pd2bw_fx.passes.onnx_in import onnx_costs, read_onnx
+from pd2bw_fx.passes.onnx_in import read_onnx
 from pd2bw_fx.passes.split_onnx import split_onnx
+from tests.onnx_texts import BRANCHES, CHAIN, HEADER, draw, written
 
 # Sending costs next to nothing, so that small graphs are cut evenly.
 FAST = {"bytes_per_s": 1e12, "latency_s": 1e-9, "memory_bytes": "1 GiB"}
-
-HEADER = '<ir_version: 10, opset_import: ["" : 20]>\n'
-
-CHAIN = (
-    HEADER
-    + """chain (float[batch, 4] x) => (float[batch, 4] y, float[batch, 2] z)
-<float[4, 4] w, float[4, 4] v> {
-    a = MatMul(x, w)
-    b = Relu(a)
-    c = MatMul(b, w)
-    left, right = Split<axis = 1, num_outputs = 2>(c)
-    z = Neg(left)
-    joined = Concat<axis = 1>(right, left)
-    d = MatMul(joined, v)
-    y = MatMul(d, w)
-}"""
-)
-
-BRANCHES = (
-    HEADER
-    + """branches (float[batch, 4] x, bool flag, int64 times) => (float[batch, 4] y)
-<float[4, 4] w, float[4, 4] v> {
-    a = MatMul(x, w)
-    b = Tanh(a)
-    chosen = If (flag) <
-        then_branch = yes () => (float[batch, 4] t) { p = MatMul(a, v)  t = Add(p, b) },
-        else_branch = no () => (float[batch, 4] e) { q = MatMul(b, w)  e = Sub(q, a) }
-    >
-    d = MatMul(chosen, w)
-    always = Constant <value = bool {1}> ()
-    y = Loop (times, always, d) <
-        body = body (int64 i, bool on, float[batch, 4] state) => (bool still, float[batch, 4] next) {
-            still = Identity(on)
-            r = MatMul(state, v)
-            s = Add(r, b)
-            next = Tanh(s)
-        }
-    >
-}"""
-)
-
-
-def written(text: str, path: Path, *, external: bool = False) -> Path:
-    """The text as a file, with weights drawn for its initialisers."""
-    model = parser.parse_model(text)
-    draw = np.random.default_rng(0)
-    for value in model.graph.value_info:  # what stands in <> without a value
-        shape = [size.dim_value for size in value.type.tensor_type.shape.dim]
-        array = draw.standard_normal(shape).astype(np.float32) * 0.5
-        model.graph.initializer.append(onnx.numpy_helper.from_array(array, value.name))
-    del model.graph.value_info[:]
-    onnx.save(model, path, save_as_external_data=external, size_threshold=0, location=f"{path.stem}.weights")
-    return path
-
-
-def draw(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 def whole(path: Path, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -224,54 +167,6 @@ def test_sequences_never_cross_a_cut(tmp_path: Path) -> None:
 
     assert pipe.plan.stage_of["pair"] == pipe.plan.stage_of["joined"]
     assert_same(pipe, path, {"x": draw(2, 4)})
-
-
-def test_analytic_costs_count_two_operations_for_each_multiplication(tmp_path: Path) -> None:
-    text = (
-        HEADER
-        + """products (float[2, 64] x, float[1, 8, 10, 10] image) => (float[2, 32] y, float[1, 4, 8, 8] z)
-    <float[64, 32] w, float[4, 8, 3, 3] kernel> {
-        y = MatMul(x, w)
-        z = Conv(image, kernel)
-    }"""
-    )
-    model = read_onnx(written(text, tmp_path / "products.onnx"))
-    slow = Device("slow", 2**30, flops_per_s=1e6, memory_bytes_per_s=1e15)
-
-    costs = onnx_costs(model, device=slow)
-
-    assert costs.operators["y"].forward_s == pytest.approx(2 * 2 * 64 * 32 / 1e6, rel=1e-2)
-    assert costs.operators["z"].forward_s == pytest.approx(2 * 4 * 8 * 8 * 8 * 9 / 1e6, rel=1e-2)
-    assert costs.backward_s == 0
-
-
-def test_measured_costs_are_onnxruntimes_own_clock(tmp_path: Path) -> None:
-    text = (
-        HEADER
-        + """uneven (float[256, 512] x) => (float[256, 512] y)
-    <float[512, 512] w> { a = Neg(x)  b = MatMul(a, w)  y = Neg(b) }"""
-    )
-    model = read_onnx(written(text, tmp_path / "uneven.onnx"))
-
-    costs = onnx_costs(model, device=Device("cpu", 2**30), method="measured")
-
-    assert costs.origin == "measured"
-    assert all(cost.forward_s > 0 for cost in costs.operators.values())
-    assert costs.operators["b"].forward_s > 3 * costs.operators["a"].forward_s
-
-
-def test_what_onnxruntime_takes_apart_has_the_seconds_of_its_parts(tmp_path: Path) -> None:
-    text = (
-        HEADER
-        + """apart (float[64, 512] x) => (float[64, 512] y)
-    <float[512, 512] w> { a = Neg(x)  b = HardSwish(a)  c = MatMul(b, w)  d = HardSwish(c)  y = Neg(d) }"""
-    )
-    model = read_onnx(written(text, tmp_path / "apart.onnx"))
-
-    costs = onnx_costs(model, device=Device("cpu", 2**30), method="measured")
-
-    assert costs.operators.keys() == {"a", "b", "c", "d", "y"}
-    assert all(cost.forward_s > 0 for cost in costs.operators.values())
 
 
 def test_a_file_of_one_size_is_split_at_that_size(tmp_path: Path) -> None:

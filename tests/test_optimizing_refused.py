@@ -8,10 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import (
-    ExponentialLR,
-    MultiStepLR,
-)
+from torch.optim.lr_scheduler import ExponentialLR, MultiStepLR
 
 from pd2bw_fx.errors import InputError, PlanMismatchError
 from pd2bw_fx.runtime.optimizing import RankOptimizer

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import pd2bw_fx
 from pd2bw_fx.errors import InputError, TraceError
-from tests.test_user_models import Plain
+from tests.plain_models import Plain
 from tests.trained import assert_trained_by_the_rule
 
 

@@ -1,80 +1,17 @@
-"""Schedules on a model of time, against closed forms and published numbers.
-
-The schedules are written here from their definitions, so that a mistake in the project's own builder cannot
-hide behind them.
-"""
+"""Schedules on a model of time, against closed forms and published numbers."""
 
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
 
-from pd2bw_fx.actions import Action, Kind, Schedule
-from pd2bw_fx.cluster import Cluster
-from pd2bw_fx.costs import StageMemory
-from pd2bw_fx.errors import InputError, ScheduleError
+from pd2bw_fx.actions import Kind, Schedule
+from pd2bw_fx.errors import ScheduleError
 from pd2bw_fx.passes.schedule import build_schedule
-from pd2bw_fx.passes.simulate import Durations, LinkTimes, Tied, simulate, simulate_durations
-from pd2bw_fx.plan import Plan, StagePlan, Transfer
+from pd2bw_fx.passes.simulate import Durations, LinkTimes, simulate_durations
 from pd2bw_fx.timeline import Event, Timeline
-
-
-def rank_actions(text: str, stage: int, num_stages: int, version: Callable[[int], int]) -> list[Action]:
-    """ "F0 F1 B0 U1" with the receives and sends of a stage in the middle of a row of stages."""
-    actions = []
-    for word in text.split():
-        letter, number = word[0], int(word[1:])
-        if letter == "U":
-            actions.append(Action(Kind.UPDATE, stage, -1, number))
-            continue
-        forward = letter == "F"
-        receive = Kind.RECEIVE_ACTIVATION if forward else Kind.RECEIVE_GRADIENT
-        send = Kind.SEND_ACTIVATION if forward else Kind.SEND_GRADIENT
-        has_before, has_after = stage > 0, stage < num_stages - 1
-        kinds = [receive] * (has_before if forward else has_after)
-        kinds += [Kind.FORWARD if forward else Kind.BACKWARD]
-        kinds += [send] * (has_after if forward else has_before)
-        actions += [Action(kind, stage, number, version(number)) for kind in kinds]
-    return actions
-
-
-def row(method: str, texts: Iterable[str], m: int, version: Callable[[int], int] = lambda k: 0) -> Schedule:
-    texts = list(texts)
-    ranks = tuple(tuple(rank_actions(text, s, len(texts), version)) for s, text in enumerate(texts))
-    return Schedule(method, len(texts), m, range(1), ranks, drained=True, weight_versions=1)
-
-
-def alternating(microbatches: range, warmup: int, m: int | None = None) -> str:
-    """`warmup` forwards, then one forward and one backward in turn, then the backwards that are left."""
-    words = [f"F{k}" for k in microbatches[:warmup]]
-    for position, k in enumerate(microbatches):
-        words += [f"F{following}" for following in microbatches[warmup + position :][:1]]
-        words += [f"B{k}"]
-        words += [f"U{(k + 1) // m}"] if m and (k + 1) % m == 0 else []
-    return " ".join(words)
-
-
-def gpipe(d: int, m: int) -> Schedule:
-    text = " ".join([f"F{k}" for k in range(m)] + [f"B{k}" for k in reversed(range(m))])
-    return row("gpipe", [text] * d, m)
-
-
-def flush(d: int, m: int, updates: int = 1) -> Schedule:
-    texts = []
-    for stage in range(d):
-        batches = [alternating(range(t * m, (t + 1) * m), d - 1 - stage, m) for t in range(updates)]
-        texts.append(" ".join(batches))
-    return row("1f1b", texts, m, lambda k: k // m)
-
-
-def two_buffered(d: int, m: int, updates: int, slack: float = 0.0) -> Schedule:
-    texts = []
-    for stage in range(d):
-        warmup = min(m - 1, round((d - 1 - stage) * (1 + slack)))
-        texts.append(alternating(range(updates * m), warmup, m))
-    return row("2bw", texts, m, lambda k: max(k // m - 1, 0))
+from tests.schedules_by_definition import flush, gpipe, row, two_buffered
 
 
 @pytest.mark.parametrize(("d", "m"), [(1, 1), (2, 2), (2, 4), (4, 8), (5, 3), (8, 24)])
@@ -253,91 +190,6 @@ def test_waiting_is_told_apart_by_what_was_waited_for() -> None:
     )
 
 
-def plan_of(*devices: int, recompute: bool = False) -> Plan:
-    memory = StageMemory(0, 0, 0, 0, 0, 0)
-    stages = tuple(
-        StagePlan(s, device, f"cpu:{device}", (), (), 1.0, 2.0, 0.0, 0.0, memory, 1, 1, recompute=recompute)
-        for s, device in enumerate(devices)
-    )
-    transfers = (
-        Transfer("h", 0, 1, bytes=300, gradient_bytes=300, seconds=0.0),
-        Transfer("mask", 0, 1, bytes=100, gradient_bytes=0, seconds=0.0),
-        Transfer("h", 0, 2, bytes=300, gradient_bytes=300, seconds=0.0),
-        Transfer("ids", 1, 2, bytes=200, gradient_bytes=0, seconds=0.0),
-    )
-    return Plan(stages, transfers, 3.0, 3.0, "2bw", 1, "highs", 0.0, "f")
-
-
-def test_a_plans_transfers_travel_on_the_links_of_its_devices() -> None:
-    # Stage 0 sends 400 bytes to stage 1 and 300 to stage 2, over links of 100 bytes/s.
-    cluster = Cluster.uniform(3, memory_bytes=1, bytes_per_s=100.0, latency_s=0.25)
-    schedule = row("1f1b", ["F0 B0"] * 3, m=1)
-
-    timeline = simulate(schedule, plan_of(2, 0, 1), cluster)
-
-    starts = {(e.label, e.stage): e.start_s for e in timeline.compute()}
-    assert starts["F0", 1] == 1.0 + 4.0 + 0.25
-    assert starts["F0", 2] == 6.25 + 2.0 + 0.25
-    # No gradient flows from stage 2 to stage 1, so stage 1 goes on at once; stage 0 waits for both readers.
-    assert starts["B0", 1] == 6.25
-    assert starts["B0", 0] == max(6.25 + 2.0 + 3.0 + 0.25, 8.5 + 3.0 + 3.0 + 0.25)
-
-
-def test_a_recomputed_stage_runs_its_forward_again_before_the_backward() -> None:
-    cluster = Cluster.uniform(3, memory_bytes=1)
-
-    timeline = simulate(row("1f1b", ["F0 B0"] * 3, m=1), plan_of(0, 1, 2, recompute=True), cluster)
-
-    assert [e.duration_s for e in timeline.compute() if e.kind is Kind.BACKWARD] == pytest.approx([3.0] * 3)
-
-
-def test_an_update_waits_for_the_gradients_of_weights_that_another_stage_holds_too() -> None:
-    # rank 0   F0 . . . . B0 [..] U        1000 bytes to and from in halves, and two latencies: 10.5 s
-    # rank 1      F0 .  . B0 U
-    # rank 2      . F0 B0 [.......] U      waits for rank 0's gradient first
-    plan = plan_of(0, 1, 2)
-    first, second, last = plan.stages
-    tied = (replace(first, parameters=("w",)), second, replace(last, parameters=("w", "v")))
-    cluster = Cluster.uniform(3, memory_bytes=1, bytes_per_s=100.0, latency_s=0.25)
-    schedule = row("1f1b", ["F0 B0 U1"] * 3, m=1)
-
-    sizes = {"w": 1000, "v": 700}
-    timeline = simulate(schedule, replace(plan, stages=tied), cluster, trainable_bytes=sizes)
-    frozen = simulate(schedule, replace(plan, stages=tied), cluster, trainable_bytes={"v": 700})
-
-    ends_s = {e.stage: e.end_s for e in timeline.events if e.kind is Kind.BACKWARD}
-    updates_s = {e.stage: e.start_s for e in timeline.events if e.kind is Kind.UPDATE}
-    assert updates_s == {0: ends_s[0] + 10.5, 1: ends_s[1], 2: ends_s[0] + 10.5}
-    waits = {e.rank: e.duration_s for e in timeline.events if e.kind is Kind.ALL_REDUCE}
-    assert waits == {0: 10.5, 2: ends_s[0] + 10.5 - ends_s[2]}
-    assert not any(e.kind is Kind.ALL_REDUCE for e in frozen.events)
-
-
-def test_ranks_whose_stages_have_weights_of_one_another_do_not_wait_in_a_circle() -> None:
-    # rank 0 has stages 0 and 2, rank 1 has 1 and 3; one weight is in 0 and 3, another in 1 and 2
-    schedule = build_schedule(
-        "interleaved", 4, chunks=2, microbatches_per_update=2, updates=range(2), drain=True
-    )
-    ties = tuple(Tied(frozenset(stages), frozenset({0, 1}), 0.5) for stages in ((0, 3), (1, 2)))
-    durations = replace(Durations.chain([1.0] * 4, [2.0] * 4), tied=ties)
-
-    timeline = simulate_durations(schedule, durations)
-
-    ends_s = max(e.end_s for e in timeline.events if e.kind is Kind.BACKWARD and e.microbatch < 2)
-    assert {e.start_s for e in timeline.events if (e.kind, e.version) == (Kind.UPDATE, 1)} == {ends_s + 0.5}
-
-
-def test_stages_on_one_rank_take_turns() -> None:
-    first = rank_actions("F0 F1 B0 B1", 0, 2, lambda k: 0)
-    second = rank_actions("F0 F1 B0 B1", 1, 2, lambda k: 0)
-    schedule = Schedule("gpipe", 2, 2, range(1), ((*first[:4], *second, *first[4:]),), True, 1)
-
-    timeline = simulate_durations(schedule, Durations.chain([1.0, 1.0], [2.0, 2.0]))
-
-    assert timeline.span_s == 12.0
-    assert timeline.bubble == 0.0
-
-
 def test_a_schedule_that_never_ends_is_refused_with_the_first_action_that_waits() -> None:
     good = row("gpipe", ["F0 F1 B0 B1"] * 2, m=2)
     without_a_send = tuple(a for a in good.ranks[0] if str(a) != "SF1(stage 0, W0)")
@@ -368,19 +220,6 @@ def test_a_rank_that_works_on_what_it_has_not_got_is_refused(missing: str) -> No
         simulate_durations(
             Schedule("gpipe", 2, 1, range(1), ranks, True, 1), Durations.chain([1.0] * 2, [2.0] * 2)
         )
-
-
-def test_times_for_another_number_of_stages_or_devices_are_refused() -> None:
-    schedule = row("1f1b", ["F0 B0"] * 3, m=1)
-
-    with pytest.raises(InputError, match="3 stages and the times are for 2"):
-        simulate_durations(schedule, Durations.chain([1.0] * 2, [2.0] * 2))
-    with pytest.raises(InputError, match="stage 2 is on device 2, and the cluster has 2"):
-        simulate(schedule, plan_of(0, 1, 2), Cluster.uniform(2, memory_bytes=1))
-    with pytest.raises(InputError, match=r"link_jitter_s is -1"):
-        simulate_durations(schedule, Durations.chain([1.0] * 3, [2.0] * 3), link_jitter_s=-1.0)
-    with pytest.raises(InputError, match=r"jitter is 1\.5"):
-        simulate_durations(schedule, Durations.chain([1.0] * 3, [2.0] * 3), jitter=1.5)
 
 
 def test_a_timeline_survives_json() -> None:

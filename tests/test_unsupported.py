@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import pd2bw_fx
 from pd2bw_fx.errors import InputError, TraceError
-from tests.test_user_models import Plain, rows
+from tests.plain_models import Plain, rows
 
 
 def test_hooks_of_the_backward_are_refused() -> None:
