@@ -49,8 +49,12 @@ def _entries(head: str, name: str, path: str, found: object) -> Iterator[str]:
 
 
 def _members(owner: type) -> Iterator[tuple[str, object]]:
-    """The public methods and properties that the class itself has, in the order of its source."""
-    for name, value in vars(owner).items():
+    """The public methods and properties of a class, and those of public classes that it is built on."""
+    kinds = [
+        kind for kind in owner.__mro__ if kind.__module__.startswith("pd2bw_fx") and kind.__name__[0] != "_"
+    ]
+    for name in dict.fromkeys(name for kind in kinds for name in vars(kind)):
+        value = inspect.getattr_static(owner, name)
         if name.startswith("_"):
             continue
         function = value.__func__ if isinstance(value, classmethod | staticmethod) else value

@@ -99,6 +99,7 @@ def test_the_reference_has_every_public_name_with_its_docstring() -> None:
         assert (getattr(pd2bw_fx, name).__doc__ or "?").splitlines()[0] in page
     assert "model: nn.Module,\n" in page
     assert "\n### TrainResult\n" in page
+    assert "\n### Engine.flush\n" in page  # which EngineParts has
     assert "    threads_per_worker: int | None = None,\n" in page
 
 

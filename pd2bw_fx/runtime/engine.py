@@ -12,16 +12,11 @@ engine.flush()
 from __future__ import annotations
 
 import atexit
-import sys
-import warnings
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -29,118 +24,29 @@ from pd2bw_fx.actions import RunRequest
 from pd2bw_fx.arguments import require_path, with_known_options
 from pd2bw_fx.errors import InputError, WorkerError
 from pd2bw_fx.metrics import Record
-from pd2bw_fx.runtime.action_stream import ActionStream
 from pd2bw_fx.runtime.checkpoint import Checkpoint, Header, restore_random_state, save
-from pd2bw_fx.runtime.corrections import PipeMare, corrections_of
+from pd2bw_fx.runtime.engine_parts import EngineParts, close_at_exit
 from pd2bw_fx.runtime.failure import name_peer_in_errors, share_failure
-from pd2bw_fx.runtime.groups import Groups
-from pd2bw_fx.runtime.inference import ordinary, ordinary_tensors
-from pd2bw_fx.runtime.job import Job, merged_tensors
+from pd2bw_fx.runtime.inference import ordinary_tensors
+from pd2bw_fx.runtime.job import merged_tensors
 from pd2bw_fx.runtime.launcher import tell_launcher_of_errors
 from pd2bw_fx.runtime.loss import Loss
-from pd2bw_fx.runtime.loss_reader import LossReader
 from pd2bw_fx.runtime.optimizing import OptimizerFactory
 from pd2bw_fx.runtime.options import EngineOptions
-from pd2bw_fx.runtime.reports import LossLog
-from pd2bw_fx.runtime.results import Results, evaluation_pieces, joined
-from pd2bw_fx.runtime.same_batches import compare_batches
-from pd2bw_fx.runtime.setup import make_recorder, make_runner, make_weights
-from pd2bw_fx.runtime.shared_calls import SharedCalls
+from pd2bw_fx.runtime.results import joined
 from pd2bw_fx.runtime.stage_runner import Microbatch, sizes_of
-from pd2bw_fx.runtime.world import (
-    World,
-    agreed_seed,
-    collected,
-    compare_options,
-    job_of_this_rank,
-    local_device,
-)
+from pd2bw_fx.runtime.world import World, collected, job_of_this_rank
 from pd2bw_fx.units import counted, were
 
 if TYPE_CHECKING:
     from pd2bw_fx.pipeline import Pipeline
 
-_UPDATES_COMPARED = 2  # the first ones, in which ranks compare their whole batches before they begin
 
-
-class Engine:
+class Engine(EngineParts):
     """Trains the stages of one rank of a pipeline; the other ranks have engines for the other stages.
 
     Every call is made on all ranks, in the same order.
     """
-
-    def __init__(self, job: Job, options: EngineOptions, request: RunRequest | None = None) -> None:
-        """Makes this rank's engine, at the same time as all other ranks make theirs.
-
-        `torch.distributed` must be initialised. `request` is what this rank has asked for, where rank 0 has
-        made the job. `from_pipeline` is how users make engines.
-        """
-        self.job = job
-        self.device = local_device(job.device, options.device)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        self._to_compare = _UPDATES_COMPARED
-        self._stop_at_nan = options.stop_at_nan
-        corrections = corrections_of(job.method) if options.corrections is None else options.corrections
-        synchronous_updates = max(
-            (c.synchronous_updates for c in corrections if isinstance(c, PipeMare)), default=0
-        )
-        self._groups = groups = Groups(
-            job.num_ranks, options.timeout_s, device=self.device, backend=options.backend
-        )
-        self._control = groups.control
-        compare_options(options.alike() | job.asked_by(request or RunRequest()), self._control)
-        self._calls = SharedCalls(job, self._control)
-        self._weights = weights = make_weights(
-            job,
-            self.device,
-            groups=groups,
-            max_gradient_norm=options.max_gradient_norm,
-            precision=options.precision,
-            corrections=corrections,
-            compile_options=options.compile_options,
-        )
-        self.job = job = replace(job, tensors={})  # the weights are the store's now
-        self._actions = ActionStream(job, synchronous_updates=synchronous_updates)
-        self._results = Results(job, group=self._control)
-        weights.optimize_with(
-            options.optimizer,
-            options.lr_scheduler,
-            options.parameter_options,
-            everywhere=[spec for spec in job.parameters if spec.trainable],
-        )
-        self._losses = LossReader(
-            job,
-            weights,
-            self._results,
-            self._calls,
-            clips=options.max_gradient_norm is not None,
-            synchronous_updates=synchronous_updates,
-        )
-        self._log = LossLog(
-            options.on_report,
-            rank=job.rank,
-            num_ranks=job.num_ranks,
-            stop_at_nan=options.stop_at_nan,
-            source=lambda microbatch: job.name_of(job.rank_of(job.loss_stage, microbatch)),
-            microbatches_per_update=job.microbatches_per_update,
-            learning_rates=weights.learning_rates,
-            gradient_norm=weights.gradient_norm,
-        )
-        self._recorder = make_recorder(job, options.record, self._control, self.device)
-        self._runner = make_runner(
-            job,
-            self._weights,
-            self.device,
-            groups=groups,
-            precision=options.precision,
-            is_compiled=options.compile_options is not None,
-            on_output=self._results.collect,
-            before_waiting=self._results.send,
-            recorder=self._recorder,
-        )
-        self._calls.perform_by(self._runner.where)
-        self._draw_by(agreed_seed(options.seed, self._control))
 
     @classmethod
     @with_known_options
@@ -229,29 +135,8 @@ class Engine:
             world.leave()
             raise
         engine._calls.join(world, engine.job.name_of, engine.doing)
-        atexit.register(_close_at_exit, weakref.ref(engine))
+        atexit.register(close_at_exit, weakref.ref(engine))
         return engine
-
-    @property
-    def rank(self) -> int:
-        """This process's rank; the ranks are numbered from 0 in the order of the plan's devices."""
-        return self.job.rank
-
-    @property
-    def updates(self) -> int:
-        """The number of updates begun so far."""
-        return self._actions.updates
-
-    @property
-    def loss_scale(self) -> float:
-        """The loss scale of the newest weights under fp16; 1 in other precisions."""
-        with self._calls.shared("reading the loss scale", alone=True):
-            return self._weights.loss_scale(self._weights.newest)
-
-    @property
-    def stages(self) -> tuple[int, ...]:
-        """The numbers of the stages that this rank runs."""
-        return self.job.stages
 
     def step(self, batch: Any) -> Loss:
         """Makes one update: cuts the batch into microbatches and sends them through the pipeline.
@@ -265,17 +150,9 @@ class Engine:
         engine is as before. From the third update on, a batch that differs ends the run when its loss has
         come, some updates later. Raises WorkerError with the reason of a rank that failed.
         """
-        layout = self.job.layout
         with self._calls.reading_a_batch(f"in update {self.updates}", self.updates):
-            flat = layout.flat_batches(batch, self.job.microbatches_per_update)
-            # Tensors that this rank reads may still be in flight when the caller fills them again.
-            flat = [one | {name: self._kept(one[name]) for name in self.job.inputs()} for one in flat]
-            pieces = layout.pieces(flat, self.job.microbatches_per_update)
-            if self._to_compare:
-                compare_batches(flat, self._control)
-                self._to_compare -= 1
-            self._results.compare_with_others(flat)
-        return self.step_microbatches([Microbatch.of(piece) for piece in pieces])
+            microbatches = self._batches.of_update(batch)
+        return self.step_microbatches(microbatches)
 
     def step_microbatches(self, microbatches: Sequence[Microbatch]) -> Loss:
         """Makes one update from microbatches that are cut already and have at least this stage's inputs.
@@ -329,12 +206,7 @@ class Engine:
         self._require_evaluation()
         self.flush()
         with self._calls.reading_a_batch("in an evaluation", self.updates):
-            pieces = evaluation_pieces(self.job, batch, wanted)
-            self._results.compare_with_others(pieces)
-            # What a stage does not read need be no copy.
-            own = self.job.inputs()
-            pieces = [piece | {name: ordinary(piece[name]) for name in own} for piece in pieces]
-        return [Microbatch.of(piece) for piece in pieces]
+            return self._batches.of_evaluation(batch, wanted)
 
     def _evaluated(self, microbatches: Sequence[Microbatch]) -> tuple[Loss, range]:
         """Returns the loss of the microbatches, once it has arrived, and the numbers they were given."""
@@ -349,21 +221,6 @@ class Engine:
             loss = self._losses.of_evaluation(self.updates)
             loss.wait()  # also where it is known: other ranks must have it before this program can end
             return self._told(loss), numbers
-
-    def flush(self) -> None:
-        """Drains the pipeline: finishes all microbatches in flight and makes the last update.
-
-        Training may go on afterwards.
-        """
-        with self._calls.shared("at the end of the pipeline"):
-            if not self._actions.is_empty:
-                peers = self._actions.peer_actions_while_draining() if self._groups.is_nccl else None
-                self._runner.run(self._actions.drain(), peers)
-                self._actions.go_on_after(self.updates)
-            self._runner.finish_update()
-            self._runner.settle()
-            self._losses.flushed(self.updates)
-            self._log.finish()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns the newest weights of the whole model under its own names, on the CPU of every rank.
@@ -425,7 +282,7 @@ class Engine:
             self._draw_by(header.seed)
             self._actions.go_on_after(header.updates)
             self._losses.flushed(self.updates)
-            self._to_compare = _UPDATES_COMPARED  # ranks may have resumed their data at different places
+            self._batches.compare_whole()  # ranks may have resumed their data at different places
             return header.updates
 
     def tensors(self) -> dict[str, Tensor]:
@@ -446,69 +303,9 @@ class Engine:
             dist.all_gather_object(gathered, list(self._recorder or ()), group=self._control)
         return tuple(Record(*record) for records in gathered for record in records)
 
-    def close(self) -> None:
-        """Destroys the engine's process groups; the last engine open also leaves the world that it joined.
-
-        It does not flush. It warns of updates that are still in flight, unless an exception is on its way.
-        """
-        if self._calls.is_closed:
-            return
-        if sys.exc_info()[0] is None:
-            self._warn_of_updates_in_flight("was closed", stacklevel=3)
-        self._calls.close()
-        if self._calls.is_broken:
-            return
-        if dist.is_initialized():
-            self._groups.close()
-        if self._actions.is_empty:
-            # gloo's threads are joined with the last reference to their group. One that lets go of a tensor
-            # while the interpreter ends aborts the process.
-            del (
-                self._groups,
-                self._control,
-                self._runner,
-                self._results,
-                self._weights,
-                self._losses,
-                self._log,
-            )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Flushes, unless the block failed or has closed the engine, and closes."""
-        try:
-            if error is not None:
-                self._tell_of(error)
-            elif not self._calls.is_closed:
-                self.flush()
-        finally:
-            self.close()
-
-    def _tell_of(self, error: BaseException) -> None:
-        """Tells ranks that may wait for this one that its program failed outside of the engine's calls."""
-        self._calls.tell(error, f"after {counted(self.updates, 'update')}")
-
-    def _warn_of_updates_in_flight(self, how: str, *, stacklevel: int) -> None:
-        count = 0 if self._calls.is_broken else self._actions.updates_in_flight
-        if count:
-            warnings.warn(
-                f"the engine of {self.job.name_of(self.rank)} {how} with {counted(count, 'update')} in "
-                "flight, which will not be made; call engine.flush() after the last step, or make the engine "
-                "in a with statement, which flushes at its end",
-                stacklevel=stacklevel,
-            )
-
     def _require_evaluation(self) -> None:
         if self.job.evaluation:
             raise InputError(f"the stages are not for evaluation: {self.job.evaluation}")
-
-    def _draw_by(self, seed: int) -> None:
-        self._seed = seed
-        self._runner.draw_by(seed)
 
     def _add(self, microbatches: Sequence[Microbatch], *, training: bool) -> range:
         """Gives each stage the microbatches of this update, or of an evaluation; returns their numbers."""
@@ -517,33 +314,7 @@ class Engine:
         self._runner.add(numbers, microbatches, is_new=self._actions.is_new)
         return numbers
 
-    def _kept(self, tensor: Tensor) -> Tensor:
-        """Returns a copy, in pinned memory if a GPU is to fetch it while this rank goes on."""
-        if self.device.type != "cuda" or tensor.device.type != "cpu":
-            return tensor.clone()
-        return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
-
     def _told(self, loss: Loss) -> Loss:
         """Logs a loss for on_report and stop_at_nan, and returns it in the form that the caller reads."""
         self._log.add(loss)
         return loss.as_read()
-
-    def doing(self) -> str:
-        """Returns what this rank is doing, for a message: its call, and the action in it."""
-        return self._calls.doing() or f"after {counted(self.updates, 'update')}"
-
-
-def _close_at_exit(known: weakref.ref[Engine]) -> None:
-    """Closes an engine that nobody has closed, unless microbatches are in flight that others wait for."""
-    engine = known()
-    error = getattr(sys, "last_value", None)  # what has ended the program
-    if engine is None:
-        return
-    if error is not None:
-        engine._tell_of(error)
-    if engine._actions.is_empty or engine._calls.is_broken:
-        engine.close()
-    else:
-        if error is None and not engine._calls.is_closed:  # close() has warned
-            engine._warn_of_updates_in_flight("was left", stacklevel=1)
-        engine._calls.leave_torn()

@@ -18,7 +18,7 @@ import torch
 
 import pd2bw_fx
 from pd2bw_fx.models import build
-from pd2bw_fx.runtime.engine import _close_at_exit
+from pd2bw_fx.runtime.engine_parts import close_at_exit
 
 
 def main() -> None:
@@ -54,7 +54,7 @@ def warned_of(pipe: pd2bw_fx.Pipeline, batch: Any, *, fails: bool) -> list[str]:
                     raise ArithmeticError
             finally:
                 engine.close()
-        _close_at_exit(weakref.ref(engine))  # as where the program ends then
+        close_at_exit(weakref.ref(engine))  # as where the program ends then
     return [str(warning.message) for warning in caught]
 
 
