@@ -134,11 +134,11 @@ def with_known_options(function: Callable[P, R]) -> Callable[P, R]:
             missing = [name for name in required if name not in kwargs]
             given = [name for name in given if difflib.get_close_matches(name, missing)]
         if given:
-            require_known_options(_called(function), given, known)
+            require_known_options(_called(function, args), given, known)
         try:
             signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise InputError(f"{_called(function)}: {error}; it takes {', '.join(known)}") from None
+            raise InputError(f"{_called(function, args)}: {error}; it takes {', '.join(known)}") from None
         return function(*args, **kwargs)
 
     return checked
@@ -150,8 +150,12 @@ def made_with_known_options(made: C) -> C:
     return made
 
 
-def _called(function: Callable[..., Any]) -> str:
-    return function.__qualname__.removesuffix(".__init__")
+def _called(function: Callable[..., Any], args: Sequence[Any]) -> str:
+    """Returns what callers know a function by: a method that a class inherits is that class's own to them."""
+    name = function.__qualname__.removesuffix(".__init__")
+    owner, _, method = name.rpartition(".")
+    inherits = bool(args) and owner in (kind.__name__ for kind in type(args[0]).__mro__)
+    return f"{type(args[0]).__name__}.{method}" if inherits else name
 
 
 def require_kind(name: str, value: Any, kind: type | tuple[type, ...], expected: str) -> None:
