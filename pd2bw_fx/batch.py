@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 
+from pd2bw_fx.batch_input import TOO_FEW, BatchInput
 from pd2bw_fx.containers import entry_at, leaves_of, place_of
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import dtype_from_name, dtype_name
@@ -25,7 +25,6 @@ from pd2bw_fx.size_range import ANY_SIZE, SizeRange
 from pd2bw_fx.units import counted, were
 
 TARGETS = "targets"
-_TOO_FEW = "leave such a batch out, as DataLoader(drop_last=True) does, or add samples of another"
 
 
 class Microbatches(tuple[Any, ...]):
@@ -36,31 +35,6 @@ class Microbatches(tuple[Any, ...]):
     """
 
     __slots__ = ()
-
-
-@dataclass(frozen=True, slots=True)
-class BatchInput:
-    """One tensor of the batch: the model's input `name` is found at `path` within the call's `argument`.
-
-    `num_dims` and `dtype` are the example's. If it is not `batched`, every microbatch gets the whole tensor.
-    `sizes` are those that the program was made for, None where any size will do; empty if nothing is known.
-    """
-
-    name: str
-    argument: str
-    path: tuple[str | int, ...]
-    num_dims: int
-    dtype: torch.dtype
-    batched: bool = True
-    sizes: tuple[int | None, ...] = ()
-
-    def __str__(self) -> str:
-        return place_of(self.argument, self.path)
-
-    @property
-    def quoted(self) -> str:
-        """Where it is, for the beginning of a message."""
-        return str(self) if self.path else repr(self.argument)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +157,7 @@ class BatchLayout:
             if empty:
                 raise InputError(
                     f"{empty[0].quoted} has 0 samples in microbatch {number}; each has one at least: "
-                    f"{_TOO_FEW}"
+                    f"{TOO_FEW}"
                 )
         return [piece for one in flat for piece in self.cut(one, 1)]
 
@@ -201,7 +175,8 @@ class BatchLayout:
                 "example batch, and was taken for it: split with another number of samples"
             )
         if sizes:
-            _require_equal_pieces(*sizes[0], num_microbatches, self.microbatch_sizes)
+            first, size = sizes[0]
+            first.require_equal_pieces(size, num_microbatches, self.microbatch_sizes)
         pieces: list[dict[str, Tensor]] = [{} for _ in range(num_microbatches)]
         for known in self.inputs:
             tensor = flat[known.name]
@@ -333,73 +308,10 @@ class BatchLayout:
                     f"the batch has no {known}: {key!r} is not in a {type(value).__name__}; expected batches "
                     "nested like the example inputs"
                 ) from None
-        if not isinstance(value, Tensor):
-            kind = type(value).__name__
-            advice = (
-                "; torch.as_tensor makes one of it" if kind in ("ndarray", "list", "float", "int") else ""
-            )
-            raise InputError(f"the batch's {known} is a {kind}; a tensor was expected{advice}")
-        if value.layout is not torch.strided or value.is_meta:
-            what = "has no values, on the meta device" if value.is_meta else f"is in layout {value.layout}"
-            raise InputError(f"the batch's {known} {what}; a dense tensor with values was expected")
-        if value.dtype is not known.dtype or value.dim() != known.num_dims:
-            found = f"{dtype_name(value.dtype)} with {counted(value.dim(), 'dimension')}"
-            raise InputError(
-                f"the batch's {known} is {found}; expected {dtype_name(known.dtype)} with {known.num_dims}, "
-                "as in the example inputs"
-            )
-        if any(size not in (None, own) for size, own in zip(known.sizes, value.shape, strict=False)):
-            sizes = ", ".join("any" if size is None else str(size) for size in known.sizes)
-            advice = "give all batches that size, or split with example inputs of another"
-            if not known.batched and value.shape[1:] == known.sizes[1:]:
-                advice = (
-                    "its first dimension was not taken for the batch, since other inputs' have another size: "
-                    "where it is, split with as many samples of each"
-                )
-            elif self.lengths_asked:
-                advice += "; why tracer='export-sequence' has not left this one open, trace_report says"
-            elif not known.dtype.is_floating_point and value.dim() == 2:
-                advice += ", or let lengths of token sequences vary with split(tracer='export-sequence')"
-            if known.batched or value.shape[1:] != known.sizes[1:]:
-                advice += (
-                    "; sizes of other kinds (a graph's edges) are open in an ExportedProgram of your own, "
-                    "which split takes: torch.export.export(model, example, dynamic_shapes=..)"
-                )
-            raise InputError(
-                f"the batch's {known} has shape {tuple(value.shape)}, and the stages were made for "
-                f"({sizes}); {advice}"
-            )
-        return value
+        return known.require_alike(value, lengths_asked=self.lengths_asked)
 
     def _listing(self) -> str:
         return ", ".join(str(known) for known in self.inputs) or "no tensor at all"
-
-
-def _require_equal_pieces(first: BatchInput, size: int, num_microbatches: int, right: SizeRange) -> None:
-    """Raises InputError unless a batch of that size makes microbatches of the sizes that are right."""
-    if size == 0:
-        raise InputError(f"{first.quoted} has 0 samples: the batch is empty; at least one was expected")
-    if size < num_microbatches:
-        raise InputError(
-            f"{first.quoted} has {counted(size, 'sample')}, which cannot be cut into {num_microbatches} "
-            f"microbatches; {_TOO_FEW}"
-        )
-    if size % num_microbatches:
-        fewer = max(number for number in range(1, num_microbatches) if size % number == 0)
-        other = f"set microbatches_per_update={fewer}, " if fewer > 1 else ""
-        raise InputError(
-            f"{first.quoted} has {counted(size, 'sample')}, which cannot be cut into {num_microbatches} "
-            f"equal microbatches; pass a multiple of {num_microbatches}, {other}or pass Microbatches that "
-            "you have cut"
-        )
-    each = size // num_microbatches
-    if each not in right:
-        nearest = num_microbatches * right.nearest(each)
-        cut = f", {each} in each of {num_microbatches} microbatches" if num_microbatches > 1 else ""
-        raise InputError(
-            f"{first.quoted} has {counted(size, 'sample')}{cut}; the model was traced for {right}: pass "
-            f"{nearest} samples, or split it with other example inputs"
-        )
 
 
 def _counts(path: tuple[str | int, ...], leaf: Any) -> bool:
