@@ -1,6 +1,7 @@
 """Writes stages as ONNX files, checks them, merges them again, and runs them.
 
     export          one file per stage, or one annotated file, checked against the model
+    manifest        what manifest.json says of the files
     graph           one stage as an ONNX model, with the names that we promise
     refusal         the error for a stage that cannot be translated
     spelling        calls that the exporter gets wrong, written otherwise while it records a stage

@@ -30,11 +30,12 @@ from .annotate import annotate, check_annotation
 from .check import compare, largest
 from .exactness import coarsest, coarsest_behind
 from .examples import any_axis_of_one, batch_size, example_of, examples_of_other_sizes, model_inputs
-from .graph import produced, stage_model
+from .graph import stage_model
+from .manifest import described, stage_entry, tensor_names
 from .merge import EXTERNAL_ABOVE_BYTES, merged, save
 from .original import Original
 from .refusal import NEWEST_OPSET, OLDEST_OPSET
-from .run import KIND, SCHEMA, in_mode, run_files, run_modules, run_whole
+from .run import in_mode, run_files, run_modules, run_whole
 from .varying import changed_value, why_it_varies, written_by
 
 if TYPE_CHECKING:
@@ -101,11 +102,11 @@ def export_onnx(
                 graph=graph,
             )
             asserted += [{"stage": program.stage, "message": message} for message in messages]
-        facts = _facts(job, original, opset=opset, training=training)
+        facts = described(programs, job.names, original, opset=opset, training=training)
         facts["batch_sizes"] = sizes.to_json()
         facts["asserts"] = asserted
         facts["batch_sizes_checked"] = [batch_size(ports, example) for example in examples]
-        facts["stages"] = [_entry(job, program, models[program.stage]) for program in programs]
+        facts["stages"] = [stage_entry(program, job.names, models[program.stage]) for program in programs]
         if form != "annotated":
             facts |= _write_stages(fresh, facts["stages"], models, job, truths, external_above_bytes)
         if form != "stages":
@@ -225,82 +226,6 @@ def _truths(
             raise ExportError(why_it_varies(changed, written, original, training=training))
         truths.append(_Truth(values, outputs))
     return truths
-
-
-def _facts(job: _Job, original: Original | None, *, opset: int, training: bool) -> dict[str, Any]:
-    live = original is not None and original.model is not None
-    inputs = [_tensor(port, job.names) | {"name": port.value} for port in job.inputs.values()]
-    outputs = [
-        _tensor(port, job.names) | {"name": port.model_output, "stage": program.stage}
-        for program in job.programs
-        for port in program.outputs
-        if port.model_output is not None
-    ]
-    unread: list[str] = []
-    if original is not None:  # in the model's order, which its callers know
-        graph = original.graph
-        inputs.sort(key=lambda entry: list(graph.inputs).index(entry["name"]))
-        outputs.sort(key=lambda entry: [output.name for output in graph.outputs].index(entry["name"]))
-        unread = [name for name in graph.inputs if name not in {entry["name"] for entry in inputs}]
-    return {
-        "kind": KIND,
-        "schema": SCHEMA,
-        "model": "model" if original is None else original.graph.model_name,
-        "mode": "training" if training else "evaluation",
-        "opset": opset,
-        "versions": {"torch": torch.__version__}
-        | {name: require(name).__version__ for name in ("onnx", "onnxscript", "onnxruntime")},
-        "compared_with": "the original model" if live else "the stages in torch",
-        "inputs": inputs,
-        "unread": unread,
-        "outputs": outputs,
-    }
-
-
-def tensor_names(programs: Sequence[StageProgram]) -> dict[str, str]:
-    """Returns the name in the files of every value that enters or leaves a stage.
-
-    It is the value's own name, or the output's for a value that only leaves the model. A name that a
-    parameter or another value has already gets a number.
-    """
-    taken = {name for program in programs for name in (*program.parameters, *program.buffers)}
-    ports = [port for program in programs for port in (*program.inputs, *program.outputs)]
-    only_leaving = {p.value: p.model_output for p in ports if p.model_output is not None and not p.targets}
-    only_leaving = {v: name for v, name in only_leaving.items() if v not in model_inputs(programs)}
-    values = dict.fromkeys(port.value for port in ports)
-    names: dict[str, str] = {}
-    for value in sorted(values, key=lambda value: value in only_leaving):
-        wanted = name = only_leaving.get(value) or value
-        number = 1
-        while name in taken:
-            name = f"{wanted}_{number}"
-            number += 1
-        names[value] = name
-        taken.add(name)
-    return names
-
-
-def _entry(job: _Job, program: StageProgram, model: ir.Model) -> dict[str, Any]:
-    held = {*program.parameters, *program.buffers, *program.ties}
-    return {
-        "stage": program.stage,
-        "file": f"stage_{program.stage}.onnx",
-        "inputs": [_tensor(port, job.names) | {"source": port.source} for port in program.inputs],
-        "outputs": [
-            _tensor(port, job.names) | {"targets": list(port.targets), "model_output": port.model_output}
-            for port in produced(program)
-        ],
-        "parameters": sorted(held & set(model.graph.initializers)),
-    }
-
-
-def _tensor(port: Port, names: Mapping[str, str]) -> dict[str, Any]:
-    shape = port.spec.shape
-    return {
-        "tensor": names[port.value],
-        "dtype": dtype_name(port.spec.dtype),
-        "shape": None if shape is None else list(shape),
-    }
 
 
 def _write_stages(

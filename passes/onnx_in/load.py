@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.files import require_onnx_file
+from pd2bw_fx.names import free_name
 from pd2bw_fx.onnx_model import subgraphs
 from pd2bw_fx.onnx_session import first_line, require
 
@@ -103,16 +104,11 @@ def _check_reads(model: ir.Model, path: Path) -> None:
 
 def _name_nodes(model: ir.Model) -> None:
     """Gives nodes unique names, other than those of values: operators are found by either."""
-    taken = {value.name for node in model.graph for value in node.outputs}
-    taken |= {value.name for value in (*model.graph.inputs, *model.graph.initializers.values())}
+    taken = {value.name or "" for node in model.graph for value in node.outputs}
+    taken |= {value.name or "" for value in (*model.graph.inputs, *model.graph.initializers.values())}
     for number, node in enumerate(model.graph):
-        wanted = name = node.name or f"{node.op_type}_{number}"
-        count = 1
-        while name in taken:
-            count += 1
-            name = f"{wanted}_{count}"
-        node.name = name
-        taken.add(name)
+        node.name = free_name(node.name or f"{node.op_type}_{number}", taken)
+        taken.add(node.name)
 
 
 def reads(node: ir.Node) -> list[ir.Value]:
