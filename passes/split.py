@@ -39,7 +39,7 @@ def split(
     example_args: Sequence[Any] | Tensor | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     *,
-    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    loss_fn: Callable[..., Tensor] | None = None,
     example_targets: Any = None,
     cluster: Cluster | int | str | Path | None = None,
     num_stages: int | Literal["auto"] | None = None,
@@ -72,9 +72,9 @@ def split(
     - `example_args`, `example_kwargs`: one microbatch, as the model's forward takes it. By default the
       model's own (`example_inputs()`, or `dummy_inputs` of a Hugging Face model). Without any, the model is
       traced symbolically, and costs are estimated from its parameters.
-    - `loss_fn(output, targets)`, `example_targets`: compute the loss outside of the model. By default the
-      model returns it: as a scalar, as the entry `loss` of a dict or ModelOutput, or in a tuple as the first
-      or the only scalar that has a gradient.
+    - `loss_fn(output, targets)`, `example_targets`: compute the loss outside of the model. A loss that needs
+      no targets is `loss_fn(output)`. By default the model returns its loss: as a scalar, as the entry `loss`
+      of a dict or ModelOutput, or in a tuple as the first or the only scalar that has a gradient.
     - `tracer`: "auto" traces a program for any batch size. "export-sequence" leaves the length of token
       sequences open too, where the model allows it. A Python condition on values of tensors is refused,
       unless it is an `assert` or leads to a `raise`; "export-as-example" traces the branch that the example

@@ -15,6 +15,7 @@ from pd2bw_fx.costs import Costs
 from pd2bw_fx.device import Device
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import OperatorGraph
+from pd2bw_fx.model_arguments import accepts
 from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.program import tensors
 from pd2bw_fx.size_range import SizeRange
@@ -50,7 +51,7 @@ class Inputs:
 
     args: Sequence[Any] | Tensor | None
     kwargs: Mapping[str, Any] | None
-    loss_fn: Callable[[Any, Any], Tensor] | None
+    loss_fn: Callable[..., Tensor] | None
     targets: Any
     tracer: str
 
@@ -76,8 +77,12 @@ class Pricing:
 def trace_and_profile(model: nn.Module | ExportedProgram, inputs: Inputs, pricing: Pricing) -> ProfiledModel:
     """Traces the model, puts it in normal form and prices every operator. Raises InputError, TraceError."""
     args, kwargs = _example_inputs(model, inputs.args, inputs.kwargs)
-    if inputs.loss_fn is not None and inputs.targets is None and args is not None:
-        raise InputError("loss_fn was given without example_targets; pass the targets of the example inputs")
+    needs_targets = inputs.loss_fn is not None and not accepts(inputs.loss_fn, 1)
+    if needs_targets and inputs.targets is None and args is not None:
+        raise InputError(
+            "loss_fn was given without example_targets; pass the targets of the example inputs, or a "
+            "loss_fn(output) that needs none"
+        )
     if inputs.loss_fn is None and inputs.targets is not None:
         raise InputError(
             "example_targets were given without loss_fn; pass the loss that compares the output with them, "

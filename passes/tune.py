@@ -43,7 +43,7 @@ def tune(
     microbatch_sizes: Sequence[int] | None = None,
     num_stages: Sequence[int] | None = None,
     num_replicas: Sequence[int] = (1,),
-    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    loss_fn: Callable[..., Tensor] | None = None,
     example_targets: Any = None,
     cluster: Cluster | int | str | Path | None = None,
     method: str = "2bw",

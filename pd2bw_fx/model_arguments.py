@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -21,11 +22,25 @@ def forward_signature(model: nn.Module) -> inspect.Signature:
     return inspect.signature(model.forward)
 
 
+def accepts(function: Callable[..., Any], count: int) -> bool | None:
+    """Returns whether it can be called with that many positional arguments; None if nothing tells."""
+    called = function.forward if isinstance(function, nn.Module) else function
+    try:
+        signature = inspect.signature(called)
+    except (TypeError, ValueError):  # a builtin function
+        return None
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True
+
+
 def require_loss_function(name: str, value: Any) -> None:
     """Raises InputError for what cannot be called, or has parameters to train."""
     if isinstance(value, type):
         raise InputError(f"{name} is the class {value.__name__}; give one of it: {value.__name__}()")
-    require_function(name, value, "a function of output and targets")
+    require_function(name, value, "a function of output and targets, or of the output alone")
     if not isinstance(value, nn.Module):
         return
     trainable = [own for own, parameter in value.named_parameters() if parameter.requires_grad]

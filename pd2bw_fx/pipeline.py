@@ -102,7 +102,7 @@ class Pipeline(SplitModel):
         *,
         example_args: Sequence[Any] | Tensor = (),
         example_kwargs: Mapping[str, Any] | None = None,
-        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        loss_fn: Callable[..., Tensor] | None = None,
         example_targets: Any = None,
         example: Mapping[str, Tensor] | None = None,
         tolerance: float | None = None,

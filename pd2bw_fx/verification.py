@@ -26,7 +26,7 @@ def verify_pipeline(
     *,
     example_args: Sequence[Any] | Tensor,
     example_kwargs: Mapping[str, Any] | None,
-    loss_fn: Callable[[Any, Any], Tensor] | None,
+    loss_fn: Callable[..., Tensor] | None,
     example_targets: Any,
     example: Mapping[str, Tensor] | None,
     tolerance: float | None,

@@ -126,6 +126,16 @@ BY_MISTAKE: dict[str, dict[str, Any]] = {
     },
     "loss_fn is 'mse'; a function": {"loss_fn": "mse", "example_targets": torch.tensor([0, 1])},
     "example_targets were given without loss_fn": {"example_targets": torch.tensor([0, 1])},
+    r"loss_fn was given without example_targets; .*, or a loss_fn\(output\) that needs none": {
+        "loss_fn": F.cross_entropy,
+    },
+    r"expected what loss_fn\(output, targets\) accepts, or no example_targets": {
+        "loss_fn": lambda output: output.sum(),
+        "example_targets": torch.tensor([0, 1]),
+    },
+    r"expected an output that loss_fn\(output\) accepts, or example_targets": {
+        "loss_fn": lambda output: output.logits.sum(),
+    },
     r"Sequential itself raises on the example inputs \(input int64 \(2, 4\)\)": {
         "example_args": (torch.ones(2, 4, dtype=torch.long),)
     },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import pd2bw_fx
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.passes.normalise import normalise
 from pd2bw_fx.passes.trace import trace
+from pd2bw_fx.runtime.reference import train_reference
 
 
 def _mlp() -> nn.Module:
@@ -52,6 +55,32 @@ def test_the_loss_is_found_by_the_documented_rule(
     assert traced.call is not None
     with torch.no_grad():  # which a run without gradients cannot tell by itself
         assert tuple(traced.call(traced.examples)) == names
+
+
+class _Penalty(nn.Module):
+    def forward(self, output: Tensor) -> Tensor:
+        return output.square().mean()
+
+
+@pytest.mark.parametrize("loss_fn", [_Penalty(), lambda output: output.square().mean()])
+def test_a_loss_without_targets_takes_the_output_alone(loss_fn: Callable[..., Tensor]) -> None:
+    model, x, batches = _mlp(), torch.randn(4, 4), [torch.randn(8, 4) for _ in range(3)]
+
+    pipe = pd2bw_fx.split(model, (x,), cluster=2, costs="analytic", loss_fn=loss_fn)
+    without_example = trace(model, loss_fn=loss_fn)
+
+    assert pipe.run(x)["loss"] == _Penalty()(model(x))
+    assert (without_example.inputs, without_example.loss) == (("input",), "loss")
+    options: dict[str, Any] = {"optimizer": functools.partial(torch.optim.SGD, lr=0.1)}
+    alone = train_reference(model, batches, microbatches_per_update=2, loss_fn=loss_fn, **options)
+    with_zeros = train_reference(
+        model,
+        [(batch, torch.zeros(8, 3)) for batch in batches],
+        microbatches_per_update=2,
+        loss_fn=F.mse_loss,
+        **options,
+    )
+    torch.testing.assert_close(alone.losses, with_zeros.losses)
 
 
 @pytest.mark.parametrize(

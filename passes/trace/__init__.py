@@ -46,7 +46,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from pd2bw_fx.errors import InputError, Pd2bwError, TraceError, require_not_interrupted
-from pd2bw_fx.model_arguments import require_loss_function
+from pd2bw_fx.model_arguments import accepts, require_loss_function
 from pd2bw_fx.program import silence_torch_errors, training_context
 from pd2bw_fx.traced import Attempt, Traced, TraceReport
 
@@ -142,7 +142,8 @@ def trace(
 
     `args` and `kwargs` are one batch of example inputs as the forward takes them (None and None: there are
     none). With `loss_fn`, what is traced ends in `loss_fn(output, targets)`, where output is what the model
-    returns, unchanged. A GraphModule or ExportedProgram is accepted as it is. The model is left unchanged.
+    returns, unchanged; without targets, in `loss_fn(output)`. A GraphModule or ExportedProgram is
+    accepted as it is. The model is left unchanged.
 
     Raises InputError if the model does not accept the example inputs, and TraceError with every front end's
     reason, the line that stops it and what to try.
@@ -160,7 +161,7 @@ def trace(
     if args is None and kwargs is None:
         if tracer not in ("auto", "fx"):
             raise InputError("torch.export needs example inputs; pass example_args, or tracer='fx'")
-        flat = arguments_without_examples(model, has_targets=loss_fn is not None)
+        flat = arguments_without_examples(model, has_targets=loss_fn is not None and not accepts(loss_fn, 1))
         request = _Request(model, loss_fn, tracer, None)
         ways: list[_Way] = [(flat, ("fx",))]
     else:

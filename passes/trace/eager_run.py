@@ -35,13 +35,20 @@ def require_eager_run(program: Program) -> None:
     except Exception as error:
         given = dict(zip(program.flat.names, program.flat.tensors, strict=True))
         if program.record.reached_loss:
-            raise _own_words("loss_fn", given, error, advice=_LOSS_ACCEPTED) from error
+            advice = _LOSS_ACCEPTED if program.flat.has_targets else _LOSS_ALONE_ACCEPTED
+            raise _own_words("loss_fn", given, error, advice=advice) from error
         raise _own_words(type(program.model).__name__, given, error) from error
 
 
 _EXAMPLE = "the example inputs"
 _ACCEPTED = "expected inputs that model(*args, **kwargs) accepts"
-_LOSS_ACCEPTED = "the model has run; expected what loss_fn(output, targets) accepts"
+_LOSS_ACCEPTED = (
+    "the model has run; expected what loss_fn(output, targets) accepts, or no example_targets where it takes "
+    "the output alone"
+)
+_LOSS_ALONE_ACCEPTED = (
+    "the model has run; expected an output that loss_fn(output) accepts, or example_targets"
+)
 
 
 @contextmanager

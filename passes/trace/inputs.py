@@ -63,6 +63,12 @@ class FlatArguments:
         args, kwargs, targets = pytree.tree_unflatten(leaves, self.spec)
         return args, kwargs, targets
 
+    @property
+    def has_targets(self) -> bool:
+        """Whether the loss compares the output with something."""
+        _, _, targets = pytree.tree_unflatten(self.leaves, self.spec)
+        return targets is not None
+
 
 @dataclass(frozen=True, slots=True)
 class _Slot:

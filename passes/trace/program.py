@@ -134,7 +134,8 @@ class Program(nn.Module):
             own = {name: t for name, t in before.items() if name.startswith(MODEL_PREFIX)}
             self._write_back(own, remade)
             self.record.reached_loss = self.loss_fn is not None
-            loss = None if self.loss_fn is None else self.loss_fn(output, targets)
+            compared = () if targets is None else (targets,)
+            loss = None if self.loss_fn is None else self.loss_fn(output, *compared)
             if not keeps_loss:
                 self._write_back(before, remade)
         if self.loss_fn is not None:

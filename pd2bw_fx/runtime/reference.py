@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from pd2bw_fx.batch import Microbatches
 from pd2bw_fx.containers import look_into_dataclasses
 from pd2bw_fx.errors import InputError
+from pd2bw_fx.model_arguments import accepts
 from pd2bw_fx.units import counted, were
 
 
@@ -44,13 +45,14 @@ def train_reference(
     lr_scheduler: Callable[[Optimizer], LRScheduler] | None = None,
     parameter_options: Callable[[str, nn.Parameter], Mapping[str, Any]] | None = None,
     max_gradient_norm: float | None = None,
-    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    loss_fn: Callable[..., Tensor] | None = None,
     on_update: Callable[[int, float], None] | None = None,
 ) -> ReferenceResult:
     """Trains a copy of the model, one update for each batch; the model itself does not change.
 
     Batches are as for the pipeline: a tuple of the forward's arguments (targets last where there is a
-    loss_fn), a dict of them (targets under "targets"), or one tensor. `method` is "2bw" or "synchronous".
+    loss_fn that takes them), a dict of them (targets under "targets"), or one tensor.
+    `method` is "2bw" or "synchronous".
 
     Raises InputError for another method, a batch with fewer rows than microbatches, and with 2bw for a model
     that writes a parameter in its forward.
@@ -133,20 +135,21 @@ def _cut(batch: Any, num_parts: int) -> list[Any]:
     return [pytree.tree_unflatten(list(parts), shape) for parts in zip(*pieces, strict=True)]
 
 
-def _loss(model: nn.Module, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | None) -> Tensor:
-    targets = None
+def _loss(model: nn.Module, batch: Any, loss_fn: Callable[..., Tensor] | None) -> Tensor:
+    has_targets = loss_fn is not None and accepts(loss_fn, 2) is not False
+    targets = []
     if isinstance(batch, Mapping):
         arguments = dict(batch)
-        if loss_fn is not None:
-            targets = arguments.pop("targets")
+        if has_targets:
+            targets.append(arguments.pop("targets"))
         output = model(**arguments)
     else:
         positional = [batch] if isinstance(batch, Tensor) else list(batch)
-        if loss_fn is not None:
-            targets = positional.pop()
+        if has_targets:
+            targets.append(positional.pop())
         output = model(*positional)
     if loss_fn is not None:
-        return loss_fn(output, targets)
+        return loss_fn(output, *targets)
     if isinstance(output, Mapping):
         output = output["loss"]
     elif isinstance(output, tuple | list):
