@@ -6,13 +6,13 @@ takes longer to write down a hundred thousand numbers than HiGHS takes to solve 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import highspy
 import numpy as np
 
-from .solver import SilentHighs
+from .solver import SilentHighs, model_of_rows
 
 _EXCESS_PRICE = 1e3  # of what exceeds a limit, where the largest price is 1
 _SETTINGS = {"output_flag": False, "threads": 1, "random_seed": 0}
@@ -24,8 +24,7 @@ class ClosureProgram:
     """The least sum of `prices` over shares 0 <= x[v] <= 1 of nodes, with x[a] >= x[b] for each arc (a, b).
 
     `limits` are other prices, each with the most that their sum may be. They may be exceeded at a high price,
-    so that there always is a solution. HiGHS is called without PuLP, which has no way to change a bound and
-    to go on from the last solution.
+    so that there always is a solution.
     """
 
     def __init__(self, prices: Any, arcs: Any, limits: Sequence[tuple[Any, float]]) -> None:
@@ -33,14 +32,7 @@ class ClosureProgram:
         self._num_arcs = num_arcs
         self._scale = float(np.abs(prices).max(initial=0.0)) or 1.0
         self._units = np.array([float(np.abs(of).max(initial=0.0)) or 1.0 for of, _ in limits])
-        model = highspy.HighsLp()
-        model.num_col_, model.num_row_ = num_nodes + len(limits), num_arcs + len(limits)
-        model.col_cost_ = np.concatenate((prices / self._scale, np.full(len(limits), _EXCESS_PRICE)))
-        model.col_lower_ = np.zeros(model.num_col_)
-        model.col_upper_ = np.concatenate((np.ones(num_nodes), np.full(len(limits), infinity)))
         caps = np.array([at_most for _, at_most in limits]) / self._units
-        model.row_lower_ = np.concatenate((np.zeros(num_arcs), np.full(len(limits), -infinity)))
-        model.row_upper_ = np.concatenate((np.full(num_arcs, infinity), caps))
         starts, columns = [2 * np.arange(num_arcs)], [arcs.ravel()]
         values, end = [np.tile([1.0, -1.0], num_arcs)], 2 * num_arcs
         for number, (of, _) in enumerate(limits):
@@ -49,14 +41,17 @@ class ClosureProgram:
             columns += [used, np.array([num_nodes + number])]
             values += [of[used] / self._units[number], np.array([-1.0])]
             end += len(used) + 1
-        model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        model.a_matrix_.start_ = np.concatenate((*starts, [end])).astype(np.int32)
-        model.a_matrix_.index_ = np.concatenate(columns).astype(np.int32)
-        model.a_matrix_.value_ = np.concatenate(values)
-        self._highs = SilentHighs()
-        for name, value in _SETTINGS.items():
-            self._highs.setOptionValue(name, value)
-        self._highs.passModel(model)
+        model = model_of_rows(
+            costs=np.concatenate((prices / self._scale, np.full(len(limits), _EXCESS_PRICE))),
+            lower=np.zeros(num_nodes + len(limits)),
+            upper=np.concatenate((np.ones(num_nodes), np.full(len(limits), infinity))),
+            at_least=np.concatenate((np.zeros(num_arcs), np.full(len(limits), -infinity))),
+            at_most=np.concatenate((np.full(num_arcs, infinity), caps)),
+            starts=np.concatenate((*starts, [end])),
+            columns=np.concatenate(columns),
+            factors=np.concatenate(values),
+        )
+        self._highs = _with_settings(_SETTINGS, model)
 
     def fix(self, node: int, low: float, high: float) -> None:
         """Changes the bounds of a node's share."""
@@ -110,21 +105,28 @@ class RowProgram:
         rows, columns, factors = (np.concatenate(parts) for parts in zip(*self._entries, strict=True))
         order = np.lexsort((columns, rows))
         scale = float(np.abs(costs).max(initial=0.0)) or 1.0
-        model = highspy.HighsLp()
-        model.num_col_, model.num_row_ = len(costs), self._num_rows
-        model.col_cost_, model.col_lower_, model.col_upper_ = costs / scale, lower, upper
-        model.row_lower_, model.row_upper_ = (np.concatenate(of) for of in zip(*self._bounds, strict=True))
-        model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        starts = np.searchsorted(rows[order], np.arange(self._num_rows + 1))
-        model.a_matrix_.start_ = starts.astype(np.int32)
-        model.a_matrix_.index_ = columns[order].astype(np.int32)
-        model.a_matrix_.value_ = factors[order]
-        highs = SilentHighs()
-        for name, value in (_SETTINGS | _INTERIOR | {"time_limit": time_limit_s}).items():
-            highs.setOptionValue(name, value)
-        highs.passModel(model)
+        at_least, at_most = (np.concatenate(of) for of in zip(*self._bounds, strict=True))
+        model = model_of_rows(
+            costs=costs / scale,
+            lower=lower,
+            upper=upper,
+            at_least=at_least,
+            at_most=at_most,
+            starts=np.searchsorted(rows[order], np.arange(self._num_rows + 1)),
+            columns=columns[order],
+            factors=factors[order],
+        )
+        highs = _with_settings(_SETTINGS | _INTERIOR | {"time_limit": time_limit_s}, model)
         highs.run()
         duals = np.array(highs.getSolution().row_dual)
         if len(duals) != self._num_rows:
             return np.zeros(self._num_rows)
         return np.maximum(duals, 0.0) * scale
+
+
+def _with_settings(settings: Mapping[str, Any], model: highspy.HighsLp) -> SilentHighs:
+    highs = SilentHighs()
+    for name, value in settings.items():
+        highs.setOptionValue(name, value)
+    highs.passModel(model)
+    return highs

@@ -248,21 +248,48 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
             columns += [variable.index for variable in row]
             coefficients += row.values()
             starts.append(len(columns))
-        model = highspy.HighsLp()
-        model.num_col_, model.num_row_ = len(variables), len(rows)
-        objective = lp.objective or {}
-        model.col_cost_ = np.array([objective.get(variable, 0.0) for variable in variables], dtype=float)
-        model.col_lower_ = np.array([_or(v.lowBound, -highspy.kHighsInf) for v in variables], dtype=float)
-        model.col_upper_ = np.array([_or(v.upBound, highspy.kHighsInf) for v in variables], dtype=float)
-        model.row_lower_ = np.array([_or(row.getLb(), -highspy.kHighsInf) for row in rows], dtype=float)
-        model.row_upper_ = np.array([_or(row.getUb(), highspy.kHighsInf) for row in rows], dtype=float)
+        objective, infinity = lp.objective or {}, highspy.kHighsInf
+        model = model_of_rows(
+            costs=[objective.get(variable, 0.0) for variable in variables],
+            lower=[_or(v.lowBound, -infinity) for v in variables],
+            upper=[_or(v.upBound, infinity) for v in variables],
+            at_least=[_or(row.getLb(), -infinity) for row in rows],
+            at_most=[_or(row.getUb(), infinity) for row in rows],
+            starts=starts,
+            columns=columns,
+            factors=coefficients,
+        )
         integer, real = highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous
         model.integrality_ = [integer if v.cat == pulp.LpInteger else real for v in variables]
-        model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        model.a_matrix_.start_ = np.array(starts, dtype=np.int32)
-        model.a_matrix_.index_ = np.array(columns, dtype=np.int32)
-        model.a_matrix_.value_ = np.array(coefficients, dtype=float)
         lp.solverModel.passModel(model)
+
+
+def model_of_rows(
+    *,
+    costs: Any,
+    lower: Any,
+    upper: Any,
+    at_least: Any,
+    at_most: Any,
+    starts: Any,
+    columns: Any,
+    factors: Any,
+) -> highspy.HighsLp:
+    """Returns the least sum of `costs` over amounts within `lower` and `upper`, as HiGHS takes it.
+
+    Row i has the entries from `starts[i]` to `starts[i + 1]` of `columns` and `factors`; its sum is within
+    `at_least[i]` and `at_most[i]`.
+    """
+    model = highspy.HighsLp()
+    model.num_col_, model.num_row_ = len(costs), len(at_least)
+    model.col_cost_ = np.asarray(costs, dtype=float)
+    model.col_lower_, model.col_upper_ = np.asarray(lower, dtype=float), np.asarray(upper, dtype=float)
+    model.row_lower_, model.row_upper_ = np.asarray(at_least, dtype=float), np.asarray(at_most, dtype=float)
+    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    model.a_matrix_.start_ = np.asarray(starts, dtype=np.int32)
+    model.a_matrix_.index_ = np.asarray(columns, dtype=np.int32)
+    model.a_matrix_.value_ = np.asarray(factors, dtype=float)
+    return model
 
 
 def _or(value: float | None, otherwise: float) -> float:
