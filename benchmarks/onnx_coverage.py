@@ -21,7 +21,7 @@ import onnx
 import onnxruntime
 import torch
 import transformers as hf
-from coverage import CASES, Case
+from coverage_models import CASES, Case
 
 import pd2bw_fx
 from pd2bw_fx.errors import Pd2bwError

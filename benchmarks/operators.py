@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from coverage import put_through
+from put_through import put_through
 from rich.console import Console
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import pd2bw_fx
-from benchmarks.coverage import CASES, built
+from benchmarks.coverage_models import CASES, built
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.passes.codegen import generate
 from pd2bw_fx.passes.trace import trace

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.coverage import CASES, built
+from benchmarks.coverage_models import CASES, built
 from pd2bw_fx import split
 from pd2bw_fx.passes.codegen import generate
 from pd2bw_fx.stage import StageProgram

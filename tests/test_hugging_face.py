@@ -2,7 +2,7 @@
 
 Built from small configurations, never downloaded. Each goes through trace, normalise, analytic costs,
 coarsen, partition and codegen, and the stages are held against the live model on loss, every gradient and
-every buffer. The whole list of models is `benchmarks/coverage.py`'s.
+every buffer. The whole list of models is `benchmarks/coverage_models.py`'s.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.coverage import CASES, Through, built, put_through, words
+from benchmarks.coverage_models import CASES, built, words
 from benchmarks.generated_code import page
+from benchmarks.put_through import Through, put_through
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.passes.coarsen import coarsen
 from pd2bw_fx.passes.codegen import generate
