@@ -15,7 +15,7 @@ from pd2bw_fx.passes.normalise import normalise
 from pd2bw_fx.passes.partition import partition
 from pd2bw_fx.passes.profile import profile
 from pd2bw_fx.passes.trace import trace
-from pd2bw_fx.passes.verify import Verification, verify
+from pd2bw_fx.passes.verify import Sides, Verification, verify
 from pd2bw_fx.plan import Plan
 from pd2bw_fx.program import tensors
 from pd2bw_fx.stage import StageProgram
@@ -45,7 +45,6 @@ def put_through(
     plan = partition(coarsen(graph, costs, cluster), cluster, num_stages=num_stages)
     programs = generate(graph, plan)
     assert traced.call is not None
-    verification = verify(
-        graph, plan, programs, tensors(graph), traced.examples, model=model, forward=traced.call
-    )
+    sides = Sides(graph, plan, programs, traced.examples, model, traced.call)
+    verification = verify(sides, tensors(graph))
     return Through(traced, graph, plan, programs, verification)

@@ -26,7 +26,7 @@ from .schedule import check_method, registered_method, schedule_of
 from .split_onnx import takes_onnx_too
 from .trace.eager_run import blaming_the_model
 from .trace_and_profile import Inputs, Pricing, ProfiledModel, profile_of_pipeline, trace_and_profile
-from .verify import another_example, draws_in_evaluation, evaluation_of, note_on_fast_path
+from .verify import Sides, another_example, draws_in_evaluation, evaluation_of, note_on_fast_path
 
 _UPDATES_SHOWN = 3
 
@@ -213,34 +213,21 @@ def _tell_of_the_fast_path(pipeline: Pipeline) -> None:
     model, report, example = pipeline.graph.root, pipeline.trace_report, pipeline.example
     if model is None or pipeline.reference is None or report is None or example is None:
         return
-    note = note_on_fast_path(
-        pipeline.graph,
-        pipeline.programs,
-        pipeline.tensors(),
-        example,
-        model=model,
-        forward=pipeline.reference,
-    )
+    sides = Sides(pipeline.graph, pipeline.plan, pipeline.programs, example, model, pipeline.reference)
+    note = note_on_fast_path(sides, pipeline.tensors())
     if note:
         pipeline.trace_report = replace(report, notes=(*report.notes, note))
 
 
 def _tell_of_evaluation(pipeline: Pipeline) -> None:
     """Adds to the report what the stages of a model in training mode do otherwise than it in evaluation."""
-    model, report = pipeline.graph.root, pipeline.trace_report
+    model, report, example = pipeline.graph.root, pipeline.trace_report, pipeline.example
     if model is None or not model.training or pipeline.reference is None or report is None:
         return
-    if pipeline.example is None or any(tensor.is_meta for tensor in pipeline.tensors().values()):
+    if example is None or any(tensor.is_meta for tensor in pipeline.tensors().values()):
         return
-    found = evaluation_of(
-        pipeline.graph,
-        pipeline.plan,
-        pipeline.programs,
-        pipeline.tensors(),
-        pipeline.example,
-        model=model,
-        forward=pipeline.reference,
-    )
+    sides = Sides(pipeline.graph, pipeline.plan, pipeline.programs, example, model, pipeline.reference)
+    found = evaluation_of(sides, pipeline.tensors())
     pipeline.trace_report = report = replace(report, training_writes=found.writes)
     if not found.differs:
         return

@@ -13,7 +13,7 @@ from pd2bw_fx.errors import InputError
 from pd2bw_fx.model_arguments import forward_signature
 from pd2bw_fx.passes.trace.inputs import flatten_arguments
 from pd2bw_fx.passes.trace.program import Program
-from pd2bw_fx.passes.verify import Verification, verify
+from pd2bw_fx.passes.verify import Sides, Verification, verify
 from pd2bw_fx.state import require_values
 
 if TYPE_CHECKING:
@@ -65,16 +65,9 @@ def verify_pipeline(
             "a pipeline that was loaded, or split on the meta device, has no original model with values: "
             "pass the original model to verify()"
         )
-    return verify(
-        pipeline.graph,
-        pipeline.plan,
-        pipeline.programs,
-        tensors,
-        _named_inputs(pipeline, own_example if example is None else example),
-        model=original,
-        forward=reference,
-        tolerance=tolerance,
-    )
+    example = _named_inputs(pipeline, own_example if example is None else example)
+    sides = Sides(pipeline.graph, pipeline.plan, pipeline.programs, example, original, reference)
+    return verify(sides, tensors, tolerance=tolerance)
 
 
 def _beside(model: nn.Module, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -24,7 +24,7 @@ from pd2bw_fx.passes.normalise import normalise
 from pd2bw_fx.passes.partition import partition
 from pd2bw_fx.passes.profile import profile
 from pd2bw_fx.passes.trace import trace
-from pd2bw_fx.passes.verify import Verification, verify
+from pd2bw_fx.passes.verify import Sides, Verification, verify
 from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.plan import Plan, StagePlan
 from pd2bw_fx.problem import Problem
@@ -104,10 +104,8 @@ def by_hand(case: Case, stage_of_block: Mapping[str, int], device_name: str = "c
 def compared(case: Case, plan: Plan, programs: Sequence[StageProgram] | None = None) -> Verification:
     programs = generate(case.graph, plan) if programs is None else programs
     assert case.traced.call is not None
-    return verify(
-        case.graph, plan, programs, tensors(case.graph), case.traced.examples,
-        model=case.model, forward=case.traced.call,
-    )  # fmt: skip
+    sides = Sides(case.graph, plan, programs, case.traced.examples, case.model, case.traced.call)
+    return verify(sides, tensors(case.graph))
 
 
 def run_stages(

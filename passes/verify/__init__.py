@@ -20,16 +20,14 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from pd2bw_fx.errors import VerificationError
 from pd2bw_fx.graph import OperatorGraph
-from pd2bw_fx.plan import Plan
 from pd2bw_fx.program import set_fast_path
-from pd2bw_fx.stage import StageProgram
 
 from .compare import Difference, coarsest_tolerance, difference, largest_of, rounded, tolerance_of
 from .evaluation import Evaluation, draws_in_evaluation, evaluation_of
@@ -38,7 +36,7 @@ from .reseeding import record_reseeding
 from .sides import (
     Forward,
     Run,
-    draws_in_program_order,
+    Sides,
     run_model,
     run_stages,
 )
@@ -47,6 +45,7 @@ __all__ = [
     "Difference",
     "Evaluation",
     "Forward",
+    "Sides",
     "Verification",
     "another_example",
     "draws_in_evaluation",
@@ -91,36 +90,22 @@ class Verification:
         return f"{compared}: largest difference {self.worst.relative:.2e} of {self.worst.name}"
 
 
-def verify(
-    graph: OperatorGraph,
-    plan: Plan,
-    programs: Sequence[StageProgram],
-    tensors: Mapping[str, Tensor],
-    example: Mapping[str, Tensor],
-    *,
-    model: nn.Module,
-    forward: Forward,
-    tolerance: float | None = None,
-) -> Verification:
-    """Compares stages and model on the example inputs; `forward` runs `model` on flat inputs by name.
+def verify(sides: Sides, tensors: Mapping[str, Tensor], *, tolerance: float | None = None) -> Verification:
+    """Compares stages and model on the example inputs, with `tensors` as the weights of both.
 
-    The model has `tensors` as its weights meanwhile. Without a `tolerance`, a tensor may differ by roundings
+    Without a `tolerance`, a tensor may differ by roundings
     of its type, and by four times what a rounding of all weights does to it. Where torch's fast path for
     encoders makes the difference, and does so by rounding, the model is run without it. Raises
     VerificationError with the first tensor that differs by more.
     """
-    in_order = draws_in_program_order(graph, plan)
     # How products round depends on how operands lie in memory. Tensors from a file may lie differently;
     # copies lie alike.
-    example = {name: tensor.clone() for name, tensor in example.items()}
-
-    def run(tensors: Mapping[str, Tensor]) -> Run:
-        return run_model(graph, tensors, example, model, forward, random=in_order)
-
+    sides = replace(sides, example={name: tensor.clone() for name, tensor in sides.example.items()})
+    run = functools.partial(run_model, sides)
     eager = run(tensors)
-    staged = run_stages(graph, programs, tensors, example, random=in_order)
+    staged = run_stages(sides, tensors)
     found = _compared(eager, staged)
-    coarsest = coarsest_tolerance(graph, programs)
+    coarsest = coarsest_tolerance(sides.graph, sides.programs)
     allowed = {
         apart.name: tolerance_of(like, coarsest) if tolerance is None else tolerance for apart, like in found
     }
@@ -130,18 +115,16 @@ def verify(
         for name, moved in _sensitivity(eager, run, tensors).items():
             allowed[name] = max(allowed[name], _TIMES_SENSITIVITY * moved)
     wrong = _first_beyond(differences, allowed)
-    if wrong is not None and may_take_fast_path(model):
-        again = functools.partial(verify, graph, plan, programs, tensors, example)
-        return _without_fast_path(
-            wrong, model, functools.partial(again, model=model, forward=forward, tolerance=tolerance)
-        )
+    if wrong is not None and may_take_fast_path(sides.model):
+        again = functools.partial(verify, sides, tensors, tolerance=tolerance)
+        return _without_fast_path(wrong, sides.model, again)
     if wrong is not None:
         _require_no_seed_of_its_own(run, tensors)
         raise VerificationError(
             f"{wrong.name} differs from the model's by {wrong.relative:.3e} of its largest entry "
             f"({wrong.largest:.3e} of {wrong.scale:.3e}); {allowed[wrong.name]:.0e} is allowed"
         )
-    return Verification(tuple(differences), with_random_numbers=in_order)
+    return Verification(tuple(differences), with_random_numbers=sides.draw_in_order)
 
 
 def _without_fast_path(

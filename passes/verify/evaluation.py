@@ -18,17 +18,14 @@ from torch import Tensor, nn
 from pd2bw_fx.errors import VerificationError
 from pd2bw_fx.graph import Operator, OperatorGraph
 from pd2bw_fx.modes import asking_for_mode
-from pd2bw_fx.plan import Plan
 from pd2bw_fx.program import returned, with_gradients_if_asked
 from pd2bw_fx.stage import StageProgram, held_tensors
 
 from .compare import coarsest_tolerance, difference, tolerance_of
 from .sides import (
     Drawn,
-    Forward,
-    draws_in_program_order,
+    Sides,
     model_outputs,
-    of_the_loss,
     randomness,
     run_forwards,
     stage_modules,
@@ -49,40 +46,30 @@ class Evaluation:
     has_run: bool = True  # whether both could be run
 
 
-def evaluation_of(
-    graph: OperatorGraph,
-    plan: Plan,
-    programs: Sequence[StageProgram],
-    tensors: Mapping[str, Tensor],
-    example: Mapping[str, Tensor],
-    *,
-    model: nn.Module,
-    forward: Forward,
-) -> Evaluation:
+def evaluation_of(sides: Sides, tensors: Mapping[str, Tensor]) -> Evaluation:
     """Compares the stages with the model, both in evaluation mode, on the example inputs."""
-    in_order = draws_in_program_order(graph, plan)
 
     def compared(weights: Mapping[str, Tensor]) -> Evaluation:
         try:
-            outputs, written, drawn = _of_model(graph, weights, example, model, forward, random=in_order)
+            outputs, written, drawn = _of_model(sides, weights)
         except Exception as error:  # whatever the model's other branch raises on the example
             return Evaluation(f"the model cannot be run on the example inputs: {error}", has_run=False)
         try:
-            found, own, drawn_here = _of_stages(graph, programs, weights, example, random=in_order)
+            found, own, drawn_here = _of_stages(sides, weights)
         except Exception as error:  # sizes that differ between the modes, for example
             return Evaluation(f"the stages cannot be run on the example inputs: {error}", has_run=False)
-        said = outputs_differ(graph, programs, outputs, found)
-        said = said or _draws_differ(graph, drawn, drawn_here)
+        said = outputs_differ(sides, outputs, found)
+        said = said or _draws_differ(sides.graph, drawn, drawn_here)
         missed = sorted(written - own)
         if not said and missed:
             said = f"the model writes {missed[0]!r}, and the stages do not"
         return Evaluation(said, tuple(sorted(own - written)))
 
     first = compared(tensors)
-    if first.differs or not asking_for_mode(model):
+    if first.differs or not asking_for_mode(sides.model):
         return first
-    moved = _moved(graph, tensors)
-    later = compared({**moved, **_after_training(graph, programs, moved, example, random=in_order)})
+    moved = _moved(sides.graph, tensors)
+    later = compared({**moved, **_after_training(sides, moved)})
     if not later.has_run:  # with weights that nobody has trained
         return first
     told = f"with other weights than it has now, {later.differs}" if later.differs else ""
@@ -100,67 +87,44 @@ def _moved(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> dict[str, Ten
     return moved
 
 
-def _after_training(
-    graph: OperatorGraph,
-    programs: Sequence[StageProgram],
-    tensors: Mapping[str, Tensor],
-    example: Mapping[str, Tensor],
-    *,
-    random: bool,
-) -> dict[str, Tensor]:
+def _after_training(sides: Sides, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns what a forward in training writes, as a few leave it: a centre has moved, a count is 2.
 
     It is empty where the stages cannot run with these weights.
     """
-    names = written_by(graph)
-    modules = stage_modules(graph, programs, tensors)
+    names = written_by(sides.graph)
+    modules = stage_modules(sides, tensors)
     try:
-        with randomness(on=random), torch.no_grad():
+        with randomness(on=sides.draw_in_order), torch.no_grad():
             for _ in range(_CALLS_IN_TRAINING):
-                run_forwards(programs, modules, example)
+                run_forwards(sides.programs, modules, sides.example)
     except Exception:  # the comparison that follows tells of it
         return {}
-    return {name: tensor.detach() for name, tensor in _held(programs, modules) if name in names}
+    return {name: tensor.detach() for name, tensor in _held(sides.programs, modules) if name in names}
 
 
-def _of_model(
-    graph: OperatorGraph,
-    tensors: Mapping[str, Tensor],
-    example: Mapping[str, Tensor],
-    model: nn.Module,
-    forward: Forward,
-    *,
-    random: bool,
-) -> tuple[Mapping[str, Tensor], set[str], Drawn]:
+def _of_model(sides: Sides, tensors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], set[str], Drawn]:
     """Returns the model's results, the tensors that it has changed, and what it has drawn."""
 
     def run(gradients: bool) -> tuple[Mapping[str, Tensor], set[str], Drawn]:
-        with weights_of(model, graph, tensors) as live, randomness(on=random) as draws:
-            model.eval()
+        with weights_of(sides, tensors) as live, randomness(on=sides.draw_in_order) as draws:
+            sides.model.eval()
             # The tensors may be the model's own.
-            before = {name: live[name].clone() for name in written_by(graph) if name in live}
-            given = {**example, **of_the_loss(graph, tensors, live)}
-            outputs = returned(forward, given, gradients=gradients)
+            before = {name: live[name].clone() for name in written_by(sides.graph) if name in live}
+            outputs = returned(sides.forward, sides.given(tensors, live), gradients=gradients)
             changed = {name for name, tensor in before.items() if _is_changed(live[name], tensor)}
             return outputs, changed, draws.drawn()
 
     return with_gradients_if_asked(run)
 
 
-def _of_stages(
-    graph: OperatorGraph,
-    programs: Sequence[StageProgram],
-    tensors: Mapping[str, Tensor],
-    example: Mapping[str, Tensor],
-    *,
-    random: bool,
-) -> tuple[Mapping[str, Tensor], set[str], Drawn]:
-    modules = [module.eval() for module in stage_modules(graph, programs, tensors)]
-    with randomness(on=random) as draws, torch.no_grad():
-        _, produced = run_forwards(programs, modules, example)
+def _of_stages(sides: Sides, tensors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], set[str], Drawn]:
+    modules = [module.eval() for module in stage_modules(sides, tensors)]
+    with randomness(on=sides.draw_in_order) as draws, torch.no_grad():
+        _, produced = run_forwards(sides.programs, modules, sides.example)
         drawn = draws.drawn()
-    changed = {name for name, after in _held(programs, modules) if _is_changed(after, tensors[name])}
-    return model_outputs(programs, produced), changed, drawn
+    changed = {name for name, after in _held(sides.programs, modules) if _is_changed(after, tensors[name])}
+    return model_outputs(sides.programs, produced), changed, drawn
 
 
 def _held(programs: Sequence[StageProgram], modules: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
@@ -199,12 +163,7 @@ def _is_changed(after: Tensor, before: Tensor) -> bool:
     return not bool(((after == before) | (after.isnan() & before.isnan())).all())
 
 
-def outputs_differ(
-    graph: OperatorGraph,
-    programs: Sequence[StageProgram],
-    expected: Mapping[str, Tensor],
-    found: Mapping[str, Tensor],
-) -> str:
+def outputs_differ(sides: Sides, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str:
     """Describes the first output that differs from the model's, or returns ""."""
     for name, value in found.items():
         if name not in expected:
@@ -213,6 +172,6 @@ def outputs_differ(
             apart = difference(name, expected[name], value, 0.0)
         except VerificationError as error:
             return str(error)
-        if not apart.relative <= tolerance_of(value, coarsest_tolerance(graph, programs)):
+        if not apart.relative <= tolerance_of(value, coarsest_tolerance(sides.graph, sides.programs)):
             return f"{name!r} is another one, by {apart.relative:.1e} of its largest entry"
     return ""

@@ -6,17 +6,15 @@ layer by layer, they have values as all positions do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
-from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.program import returned, with_gradients_if_asked
-from pd2bw_fx.stage import StageProgram
 
 from .evaluation import outputs_differ
-from .sides import Forward, of_the_loss, randomness, weights_of
+from .sides import Sides, randomness, weights_of
 
 _WITH_FAST_PATH = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
@@ -36,34 +34,26 @@ def _has(model: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
     return any(isinstance(module, kinds) for module in model.modules())
 
 
-def note_on_fast_path(
-    graph: OperatorGraph,
-    programs: Sequence[StageProgram],
-    tensors: Mapping[str, Tensor],
-    example: Mapping[str, Tensor],
-    *,
-    model: nn.Module,
-    forward: Forward,
-) -> str:
+def note_on_fast_path(sides: Sides, tensors: Mapping[str, Tensor]) -> str:
     """Returns a note for users where the fast path changes the model's results on the example, or ""."""
-    if not _has(model, _WITH_FAST_PATH):
+    if not _has(sides.model, _WITH_FAST_PATH):
         return ""
 
     def run(gradients: bool) -> list[Mapping[str, Tensor]]:
-        with weights_of(model, graph, tensors) as live:
-            model.eval()
-            given = {**example, **of_the_loss(graph, tensors, live)}
+        with weights_of(sides, tensors) as live:
+            sides.model.eval()
+            given = sides.given(tensors, live)
             found: list[Mapping[str, Tensor]] = []
             for fast in (True, False):
                 with randomness(on=True):
-                    found.append(returned(forward, given, gradients=gradients, fast_path=fast))
+                    found.append(returned(sides.forward, given, gradients=gradients, fast_path=fast))
             return found
 
     try:
         found = with_gradients_if_asked(run)
     except Exception:  # whatever the model's other branch raises, which `evaluation_of` reports
         return ""
-    differs = outputs_differ(graph, programs, *found)
+    differs = outputs_differ(sides, *found)
     if not differs:
         return ""
     return (

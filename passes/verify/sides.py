@@ -23,6 +23,34 @@ Forward = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
+class Sides:
+    """What is compared: a model and its stages, on the same inputs. Their weights are given for each run.
+
+    `forward` runs `model` on flat inputs by name.
+    """
+
+    graph: OperatorGraph
+    plan: Plan
+    programs: Sequence[StageProgram]
+    example: Mapping[str, Tensor]
+    model: nn.Module
+    forward: Forward
+
+    @property
+    def draw_in_order(self) -> bool:
+        """Whether running the stages one after another draws random numbers in the model's own order."""
+        stage_of = self.plan.stage_of
+        drawing = [name for name, operator in self.graph.operators.items() if operator.is_random]
+        stages = [stage_of[name] for name in drawing if name in stage_of]
+        return stages == sorted(stages)
+
+    def given(self, tensors: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns what `forward` is given: the inputs, and the buffers of a loss outside of the model."""
+        of_the_loss = {n: tensors[n] for n in self.graph.buffers if n not in live and n in tensors}
+        return {**self.example, **of_the_loss}
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """The tensors of one side that are compared."""
 
@@ -33,26 +61,11 @@ class Run:
     written: Mapping[str, Tensor]
 
 
-def draws_in_program_order(graph: OperatorGraph, plan: Plan) -> bool:
-    """Whether running the stages one after another draws random numbers in the model's own order."""
-    stage_of = plan.stage_of
-    drawing = [name for name, operator in graph.operators.items() if operator.is_random]
-    stages = [stage_of[name] for name in drawing if name in stage_of]
-    return stages == sorted(stages)
-
-
-def run_model(
-    graph: OperatorGraph,
-    tensors: Mapping[str, Tensor],
-    example: Mapping[str, Tensor],
-    model: nn.Module,
-    forward: Forward,
-    *,
-    random: bool,
-) -> Run:
-    with weights_of(model, graph, tensors) as live, randomness(on=random):
+def run_model(sides: Sides, tensors: Mapping[str, Tensor]) -> Run:
+    graph = sides.graph
+    with weights_of(sides, tensors) as live, randomness(on=sides.draw_in_order):
         versions = {name: _version(live[name]) for name in graph.parameters}
-        outputs = forward({**example, **of_the_loss(graph, tensors, live)})
+        outputs = sides.forward(sides.given(tensors, live))
         parameters = {name: live[name] for name, spec in graph.parameters.items() if spec.trainable}
         total = _trained_on(graph, outputs)
         gradients: Sequence[Tensor | None] = [None] * len(parameters)
@@ -76,18 +89,10 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def of_the_loss(
-    graph: OperatorGraph, tensors: Mapping[str, Tensor], live: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Returns the buffers of the loss, which the model's forward is given beside the inputs."""
-    return {name: tensors[name] for name in graph.buffers if name not in live and name in tensors}
-
-
 @contextmanager
-def weights_of(
-    model: nn.Module, graph: OperatorGraph, tensors: Mapping[str, Tensor]
-) -> Iterator[Mapping[str, Tensor]]:
+def weights_of(sides: Sides, tensors: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
     """Gives the model `tensors` as its weights, and restores the model afterwards."""
+    model, graph = sides.model, sides.graph
     live: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
     missing = sorted(name for name in graph.parameters if name not in live)
     if missing:
@@ -111,35 +116,28 @@ def written_by(graph: OperatorGraph) -> set[str]:
     return {n for o in graph.operators.values() for n in o.writes_buffers} | graph.buffers.keys()
 
 
-def stage_modules(
-    graph: OperatorGraph, programs: Sequence[StageProgram], tensors: Mapping[str, Tensor]
-) -> list[nn.Module]:
+def stage_modules(sides: Sides, tensors: Mapping[str, Tensor]) -> list[nn.Module]:
     """Builds the stages for a run that writes what the model writes.
 
     Only tensors that are written are copied: there may be no room for all weights of a large model twice.
     """
+    graph = sides.graph
     written = written_by(graph)
     if graph.fx is None or any(o.target.startswith(UNTRACED) for o in graph.operators.values()):
         written |= tensors.keys()  # stages that were read may have been edited
     modules: list[nn.Module] = []
-    for program in programs:
+    for program in sides.programs:
         held = (*program.parameters, *program.buffers)
         own = {name: tensors[name].clone() if name in written else tensors[name] for name in held}
         modules.append(build_module(program, own, copied=False))
     return modules
 
 
-def run_stages(
-    graph: OperatorGraph,
-    programs: Sequence[StageProgram],
-    tensors: Mapping[str, Tensor],
-    example: Mapping[str, Tensor],
-    *,
-    random: bool,
-) -> Run:
-    modules = stage_modules(graph, programs, tensors)
-    with randomness(on=random):
-        received, produced = run_forwards(programs, modules, example)
+def run_stages(sides: Sides, tensors: Mapping[str, Tensor]) -> Run:
+    graph, programs = sides.graph, sides.programs
+    modules = stage_modules(sides, tensors)
+    with randomness(on=sides.draw_in_order):
+        received, produced = run_forwards(programs, modules, sides.example)
         if not surrounding_autocast():  # else model and stages are both under the caller's autocast
             _require_types(programs, produced)
         outputs = model_outputs(programs, produced)
