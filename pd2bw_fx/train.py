@@ -191,40 +191,10 @@ def run_training(
         record=0 if options.metrics is None and options.trace is None else options.record,
     )
     with engine:
-        first, earlier = 0, None
         batches = iter(_fitting(batches, pipe))
-        if options.checkpoint is not None and (options.checkpoint / "latest").exists():
-            # Before the generators are as they were then: a loader that shuffles by torch's draws its order
-            # from them when it begins, and must begin as it did the first time.
-            skipped = updates_of(options.checkpoint)
-            next(itertools.islice(batches, skipped, skipped), None)
-            first = engine.load_checkpoint(options.checkpoint)
-            earlier = _measured_before(options.metrics)
-            left = "goes on" if first < options.num_updates else "nothing is left to do"
-            _say(f"{options.checkpoint} has {counted(first, 'update')}: {left}", engine, options)
-        losses, told_s = [], [time.perf_counter()]
-        with _Reports(engine, first, options, console) as reports:
-            for batch in itertools.islice(batches, max(0, options.num_updates - first)):
-                loss = engine.step(batch)
-                losses.append(loss)
-                told_s.append(time.perf_counter())
-                if options.checkpoint is not None and engine.updates % options.checkpoint_every == 0:
-                    engine.save_checkpoint(options.checkpoint)
-                # Every rank reads the loss, so that a failure of its source is noticed everywhere.
-                if reports.are_due:
-                    reports.tell(float(loss))
-        if engine.updates == first and first < options.num_updates:
-            if first > 0:
-                raise InputError(
-                    f"the data has no batch beyond the {first} that the run was trained on before"
-                )
-            raise InputError("the data gave no batch; --data must name something that gives an iterable")
-        if engine.updates < options.num_updates:
-            _say(
-                f"the data ended after {engine.updates} of {counted(options.num_updates, 'update')}",
-                engine,
-                options,
-            )
+        first, earlier = _gone_on(engine, batches, options)
+        losses, told_s = _trained(engine, batches, first, options, console)
+        _tell_of_missing_batches(engine, first, options)
         if losses and options.checkpoint is not None and engine.updates % options.checkpoint_every:
             engine.save_checkpoint(options.checkpoint)
         weights = engine.state_dict()
@@ -234,6 +204,53 @@ def run_training(
             _save_measured(engine, losses, told_s, first, options, earlier)
         if losses and engine.rank == 0 and not options.as_json:
             _tell_where(options)
+
+
+def _gone_on(engine: Engine, batches: Iterator[Any], options: TrainOptions) -> tuple[int, Metrics | None]:
+    """Loads the checkpoint, if there is one, and passes over the batches before it.
+
+    Returns the number of updates before it, and what they measured.
+    """
+    if options.checkpoint is None or not (options.checkpoint / "latest").exists():
+        return 0, None
+    # Before the generators are as they were then: a loader that shuffles by torch's draws its order from
+    # them when it begins, and must begin as it did the first time.
+    skipped = updates_of(options.checkpoint)
+    next(itertools.islice(batches, skipped, skipped), None)
+    first = engine.load_checkpoint(options.checkpoint)
+    earlier = _measured_before(options.metrics)
+    left = "goes on" if first < options.num_updates else "nothing is left to do"
+    _say(f"{options.checkpoint} has {counted(first, 'update')}: {left}", engine, options)
+    return first, earlier
+
+
+def _trained(
+    engine: Engine, batches: Iterator[Any], first: int, options: TrainOptions, console: Console
+) -> tuple[list[Loss], list[float]]:
+    """Trains; returns the losses, and the times before and after each update by this process's clock."""
+    losses, told_s = list[Loss](), [time.perf_counter()]
+    with _Reports(engine, first, options, console) as reports:
+        for batch in itertools.islice(batches, max(0, options.num_updates - first)):
+            loss = engine.step(batch)
+            losses.append(loss)
+            told_s.append(time.perf_counter())
+            if options.checkpoint is not None and engine.updates % options.checkpoint_every == 0:
+                engine.save_checkpoint(options.checkpoint)
+            # Every rank reads the loss, so that a failure of its source is noticed everywhere.
+            if reports.are_due:
+                reports.tell(float(loss))
+    return losses, told_s
+
+
+def _tell_of_missing_batches(engine: Engine, first: int, options: TrainOptions) -> None:
+    """Says that the data ended early, and raises InputError where it gave nothing."""
+    made, wanted = engine.updates, options.num_updates
+    if made == first and first < wanted:
+        if first > 0:
+            raise InputError(f"the data has no batch beyond the {first} that the run was trained on before")
+        raise InputError("the data gave no batch; --data must name something that gives an iterable")
+    if made < wanted:
+        _say(f"the data ended after {made} of {counted(wanted, 'update')}", engine, options)
 
 
 def _tell_where(options: TrainOptions) -> None:
