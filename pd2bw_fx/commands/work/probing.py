@@ -15,8 +15,8 @@ from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.commands.common import check_writable
 from pd2bw_fx.errors import UsageError
 from pd2bw_fx.probe import probe
+from pd2bw_fx.rank_processes import start_processes
 from pd2bw_fx.runtime.world import World
-from pd2bw_fx.train import start_processes
 from pd2bw_fx.units import format_bytes, format_seconds
 
 _TIMEOUT_S = 300.0

@@ -19,10 +19,11 @@ from pd2bw_fx.errors import UsageError
 from pd2bw_fx.metrics import FILE
 from pd2bw_fx.optimizer_names import groups_named, optimizer_named
 from pd2bw_fx.pipeline import Pipeline
+from pd2bw_fx.rank_processes import start_processes
 from pd2bw_fx.runtime.job import work_for
 from pd2bw_fx.runtime.launcher import is_under_torchrun
 from pd2bw_fx.source_check import NAMESPACES_OF_TORCH, operators_called
-from pd2bw_fx.train import TrainOptions, run_training, start_processes, text_batches
+from pd2bw_fx.train import TrainOptions, run_training, text_batches
 
 _OF_A_RANK = (
     "data", "optimizer", "lr", "updates", "seed", "method", "microbatches", "replicas", "precision",
