@@ -194,6 +194,28 @@ def _hash_of(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
+def _newest(folder: Path) -> Path:
+    """Returns the checkpoint that `latest` names."""
+    pointer = folder / _LATEST
+    if not pointer.exists():
+        raise InputError(
+            f"{folder} holds no checkpoint; the file {_LATEST!r} was expected in it: look for a mistyped "
+            "path, or begin without loading if nothing was saved yet"
+        )
+    try:
+        name = pointer.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise PlanMismatchError(
+            f"{pointer} cannot be read ({error}); write the name of a checkpoint of {folder} into it"
+        ) from error
+    if not name:
+        raise PlanMismatchError(f"{pointer} is empty; write the name of a checkpoint of {folder} into it")
+    path, before = folder / name, _before(folder, name)
+    if not path.exists() and before.exists():
+        return before  # killed while another of the same update took its place
+    return path
+
+
 class Checkpoint:
     """The newest complete checkpoint in a folder, as `rank` reads it.
 
@@ -202,30 +224,8 @@ class Checkpoint:
 
     def __init__(self, folder: str | Path, *, rank: int = 0) -> None:
         """Raises InputError where there is no checkpoint, PlanMismatchError where a file of it is missing."""
-        pointer = Path(folder) / _LATEST
-        if not pointer.exists():
-            raise InputError(
-                f"{folder} holds no checkpoint; the file {_LATEST!r} was expected in it: look for a mistyped "
-                "path, or begin without loading if nothing was saved yet"
-            )
-        try:
-            name = pointer.read_text(encoding="utf-8").strip()
-        except (OSError, ValueError) as error:
-            raise PlanMismatchError(
-                f"{pointer} cannot be read ({error}); write the name of a checkpoint of {folder} into it"
-            ) from error
-        if not name:
-            raise PlanMismatchError(f"{pointer} is empty; write the name of a checkpoint of {folder} into it")
-        self.path = Path(folder) / name
-        if not self.path.exists() and _before(Path(folder), name).exists():
-            self.path = _before(Path(folder), name)  # killed while another of the same update took its place
-        described = self._json("checkpoint.json")
-        if described.pop("schema", None) != _SCHEMA:
-            raise PlanMismatchError(f"{self.path} was written by another version; expected schema {_SCHEMA}")
-        try:
-            self.header = Header(**described)
-        except TypeError as error:
-            raise self._damaged("checkpoint.json", str(error)) from None
+        self.path = _newest(Path(folder))
+        self.header = self._header()
         self._places: dict[str, Path] = {}
         self._hashes: dict[Path, str] = {}  # expected ones of files that are still to be read
         self.numbers: dict[str, Mapping[str, float]] = {}
@@ -235,20 +235,33 @@ class Checkpoint:
         self.loss_scale: Mapping[str, Any] | None = None
         self.optimizer: str | None = None
         for other in sorted(range(self.header.num_ranks), key=lambda other: (other != rank, other)):
-            details = self._json(f"rank_{other}.json")
-            try:
-                self.numbers = {**details["numbers"], **self.numbers}
-                self.options = {**details["options"], **self.options}
-                self.groups = self.groups or details["groups"]
-                self.scheduler = self.scheduler or details["scheduler"]
-                self.loss_scale = self.loss_scale or details["loss_scale"]
-                self.optimizer = self.optimizer or details.get("optimizer")  # earlier versions wrote none
-                self._hashes[self._file(other)] = details["sha256"]
-            except (KeyError, TypeError) as error:
-                raise self._damaged(f"rank_{other}.json", f"no {error}") from None
-            with self._open(other) as file:
-                keys = [key for key in file.keys() if not key.startswith("random/")]  # noqa: SIM118
-            self._places = {**dict.fromkeys(keys, self._file(other)), **self._places}
+            self._add_rank(other)
+
+    def _header(self) -> Header:
+        described = self._json("checkpoint.json")
+        if described.pop("schema", None) != _SCHEMA:
+            raise PlanMismatchError(f"{self.path} was written by another version; expected schema {_SCHEMA}")
+        try:
+            return Header(**described)
+        except TypeError as error:
+            raise self._damaged("checkpoint.json", str(error)) from None
+
+    def _add_rank(self, rank: int) -> None:
+        """Adds what a rank has written, where no rank before it had it."""
+        details = self._json(f"rank_{rank}.json")
+        try:
+            self.numbers = {**details["numbers"], **self.numbers}
+            self.options = {**details["options"], **self.options}
+            self.groups = self.groups or details["groups"]
+            self.scheduler = self.scheduler or details["scheduler"]
+            self.loss_scale = self.loss_scale or details["loss_scale"]
+            self.optimizer = self.optimizer or details.get("optimizer")  # earlier versions wrote none
+            self._hashes[self._file(rank)] = details["sha256"]
+        except (KeyError, TypeError) as error:
+            raise self._damaged(f"rank_{rank}.json", f"no {error}") from None
+        with self._open(rank) as file:
+            keys = [key for key in file.keys() if not key.startswith("random/")]  # noqa: SIM118
+        self._places = {**dict.fromkeys(keys, self._file(rank)), **self._places}
 
     def require_model(self, parameters: Iterable[ParameterSpec], buffers: Iterable[ParameterSpec]) -> None:
         """Raises PlanMismatchError, naming the first difference, unless the checkpoint has these tensors.

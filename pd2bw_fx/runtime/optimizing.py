@@ -11,7 +11,7 @@ import inspect
 import logging
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +87,7 @@ class RankOptimizer:
             self._scheduler.step()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Returns tensors as optimizer/NAME/KEY, and plain state: numbers by parameter, options,
-        scheduler.
-        """
+        """Returns tensors as optimizer/NAME/KEY, and plain state: numbers, options and the scheduler."""
         tensors: dict[str, Tensor] = {}
         plain: dict[str, Any] = {"numbers": {}, "options": {}, "groups": [], "scheduler": None}
         if self.optimizer is None:
@@ -102,20 +100,24 @@ class RankOptimizer:
             options = {key: as_number(value) for key, value in group.items() if key != "params"}
             plain["options"] |= dict.fromkeys(names, options)
             plain["groups"].append(options)
-        for parameter, kept in self.optimizer.state.items():
-            if id(parameter) not in self._names:
-                raise self._cannot_save(f"for {str(parameter)[:40]!r}, which is no parameter")
-            name = self._name_of(parameter)
-            for key, value in kept.items():
-                if isinstance(value, numbers.Number):  # as a tensor it would be rounded to float32
-                    plain["numbers"].setdefault(name, {})[key] = value
-                elif isinstance(value, Tensor):
-                    tensors[f"optimizer/{name}/{key}"] = value
-                elif value is not None:
-                    raise self._cannot_save(f"for {name} a {type(value).__name__} as {key!r}")
+        for name, key, value in self._kept(self.optimizer):
+            if isinstance(value, numbers.Number):  # as a tensor it would be rounded to float32
+                plain["numbers"].setdefault(name, {})[key] = value
+            elif isinstance(value, Tensor):
+                tensors[f"optimizer/{name}/{key}"] = value
+            elif value is not None:
+                raise self._cannot_save(f"for {name} a {type(value).__name__} as {key!r}")
         if self._scheduler is not None:
             plain["scheduler"] = {_KIND: type(self._scheduler).__name__, **plain_state(self._scheduler)}
         return tensors, plain
+
+    def _kept(self, optimizer: Optimizer) -> Iterator[tuple[str, str, Any]]:
+        """Yields what the optimizer keeps of each parameter: the parameter's name, a key and a value."""
+        for parameter, kept in optimizer.state.items():
+            if id(parameter) not in self._names:
+                raise self._cannot_save(f"for {str(parameter)[:40]!r}, which is no parameter")
+            for key, value in kept.items():
+                yield self._name_of(parameter), key, value
 
     def _cannot_save(self, what: str) -> InputError:
         return InputError(
