@@ -81,16 +81,19 @@ def run_onnx_processes(
         )
         for entry in manifest["stages"]
     }
+    outer = [
+        (entry["stage"], port["tensor"])
+        for entry in manifest["stages"]
+        for port in entry["inputs"]
+        if port["source"] is None
+    ]
     try:
         for worker in workers.values():
             worker.start()
         for microbatch, tensors in enumerate(microbatches):
-            for entry in manifest["stages"]:
-                for port in entry["inputs"]:
-                    if port["source"] is None:
-                        value = _Value(microbatch, port["tensor"], tensors[port["tensor"]])
-                        inboxes[entry["stage"]].put(value)
-        return _collect(manifest, microbatches, results, workers)
+            for stage, name in outer:
+                inboxes[stage].put(_Value(microbatch, name, tensors[name]))
+        return _joined(manifest, _collected(manifest, microbatches, results, workers))
     finally:
         for worker in workers.values():
             if worker.pid is not None:  # None: it was never started
@@ -136,12 +139,16 @@ def _cut(
             for m in range(num_microbatches)]  # fmt: skip
 
 
-def _collect(
+def _collected(
     manifest: Mapping[str, Any],
     microbatches: Sequence[Mapping[str, Array]],
     results: Any,
     workers: Mapping[int, Any],
-) -> dict[str, Array]:
+) -> list[dict[str, Array]]:
+    """Returns each microbatch's outputs, once all have come.
+
+    Raises ExportError for a stage that fails, or whose process ends before.
+    """
     made = {port["tensor"] for entry in manifest["stages"] for port in entry["outputs"]}
     wanted = {entry["tensor"] for entry in manifest["outputs"]}
     arrived: list[dict[str, Array]] = [
@@ -166,6 +173,11 @@ def _collect(
             done.add(message.stage)
             continue
         arrived[message.microbatch][message.tensor] = message.array
+    return arrived
+
+
+def _joined(manifest: Mapping[str, Any], arrived: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
+    """Returns the microbatches' outputs put together along their batch axis, by name."""
     if len(arrived) == 1:
         return {entry["name"]: arrived[0][entry["tensor"]] for entry in manifest["outputs"]}
     symbol = batch_symbol(manifest)
