@@ -192,9 +192,14 @@ class _Simulation:
             Kind.WEIGHT_GRADIENT: durations.weight_backward_s or (0.0,) * len(stages),
             Kind.UPDATE: durations.update_s,
         }
+        self._place_stages()
         self._connect()
 
-    def _connect(self) -> None:
+    def _place_stages(self) -> None:
+        """Finds which ranks have a stage, which run its microbatches, and which sums they take part in.
+
+        Raises ScheduleError for a stage that no rank has.
+        """
         stages = range(self.schedule.num_stages)
         holders: list[set[int]] = [set() for _ in stages]
         for rank, actions in enumerate(self.schedule.ranks):
@@ -214,7 +219,10 @@ class _Simulation:
             for action in actions
             if action.kind is Kind.FORWARD and action.stage in self.shared
         }
-        links = self.durations.links
+
+    def _connect(self) -> None:
+        """Makes a mailbox for each stage and direction, and the wires that lead to them."""
+        stages, links = range(self.schedule.num_stages), self.durations.links
         back = [link for link in links if link.gradient_s is not None]
         into = [_Mailbox(sum(link.target == stage for link in links)) for stage in stages]
         home = [_Mailbox(sum(link.source == stage for link in back)) for stage in stages]
