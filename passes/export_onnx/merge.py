@@ -72,17 +72,9 @@ def merged(manifest: Mapping[str, Any], stages: Mapping[int, ir.Model]) -> ir.Mo
             kept = held.add(value, entry["stage"], taken, is_promised=id(value) in own)
             given |= {name: kept} if id(value) in own else {}
         values |= given
-        moved = list(graph)
-        graph.outputs.clear()
-        graph.initializers.clear()
-        graph.remove(moved)
-        for node in moved:
-            _rename(node, entry["stage"], own, taken)
-            node.metadata_props[STAGE] = str(entry["stage"])
-        nodes += moved
+        nodes += _taken_out(graph, entry["stage"], own, taken)
     inputs = [values[entry["tensor"]] for entry in manifest["inputs"]]
     outputs = _outputs(manifest, values, inputs, nodes, taken)
-    first = next(iter(stages.values()))
     graph = ir.Graph(
         inputs,
         outputs,
@@ -91,7 +83,27 @@ def merged(manifest: Mapping[str, Any], stages: Mapping[int, ir.Model]) -> ir.Mo
         opset_imports=_opsets(stages.values()),
         name=str(manifest.get("model", "model")),
     )
-    functions = {key: function for model in stages.values() for key, function in model.functions.items()}
+    return _model_of(graph, list(stages.values()))
+
+
+def _taken_out(graph: ir.Graph, stage: int, own: set[int], taken: set[str]) -> list[ir.Node]:
+    """Empties a stage's graph, and returns its nodes, named apart from others and with their stage noted."""
+    nodes = list(graph)
+    graph.outputs.clear()
+    graph.initializers.clear()
+    graph.remove(nodes)
+    for node in nodes:
+        _rename(node, stage, own, taken)
+        node.metadata_props[STAGE] = str(stage)
+    return nodes
+
+
+def _model_of(graph: ir.Graph, stages: Sequence[ir.Model]) -> ir.Model:
+    """Returns the graph as a model with the stages' functions, and what they all say of the whole."""
+    import onnx_ir as ir
+
+    first = stages[0]
+    functions = {key: function for model in stages for key, function in model.functions.items()}
     model = ir.Model(
         graph,
         ir_version=first.ir_version,
@@ -101,7 +113,7 @@ def merged(manifest: Mapping[str, Any], stages: Mapping[int, ir.Model]) -> ir.Mo
         doc_string=first.doc_string,
         functions=list(functions.values()),
     )
-    notes = [stage.metadata_props for stage in stages.values()]  # of the whole, where all have them alike
+    notes = [stage.metadata_props for stage in stages]  # of the whole, where all have them alike
     model.metadata_props.update(
         {k: v for k, v in first.metadata_props.items() if all(n.get(k) == v for n in notes)}
     )

@@ -230,8 +230,13 @@ def _check_progress(schedule: Schedule) -> None:
                 if message in awaited_by:
                     worklist.append(awaited_by.pop(message))
             positions[rank] += 1
-    stuck = {rank: list_[positions[rank] :] for rank, list_ in enumerate(schedule.ranks)}
-    stuck = {rank: left for rank, left in stuck.items() if left}
+    _refuse_waiting(schedule, positions)
+
+
+def _refuse_waiting(schedule: Schedule, positions: Sequence[int]) -> None:
+    """Raises ScheduleError where ranks can go no further, and names the receive that stops them."""
+    left_of = {rank: actions[positions[rank] :] for rank, actions in enumerate(schedule.ranks)}
+    stuck = {rank: left for rank, left in left_of.items() if left}
     if not stuck:
         return
     to_come = {(a.kind, a.stage, a.microbatch) for left in stuck.values() for a in left}

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
-from pd2bw_fx.costs import Costs
+from pd2bw_fx.costs import Costs, OperatorCost
 from pd2bw_fx.graph import Operator, OperatorGraph, TensorSpec
 from pd2bw_fx.plan import Plan, StagePlan
 from pd2bw_fx.report import svg
@@ -55,29 +55,17 @@ def graph_data(
     index = {name: number for number, name in enumerate((*graph.inputs, *graph.operators))}
     stage_of = plan.stage_of
     nodes = [_input(name, spec, made.places[name]) for name, spec in graph.inputs.items()]
-    for name, operator in graph.operators.items():
-        stage = stage_of.get(name, EVERYWHERE)
-        cost = costs.operators.get(name)
-        nodes.append({
-            "name": name,
-            "label": label_of(operator),
-            "at": made.places[name],
-            "stage": stage,
-            "target": operator.target,
-            "module": operator.module_path,
-            "kind": operator.module_type,
-            "source": operator.source_line or "",
-            "shapes": [str(spec) for spec in operator.outputs],
-            "parameters": [*operator.parameters, *operator.buffers],
-            "forward_s": cost.forward_s if cost else 0.0,
-            "backward_s": cost.backward_s if cost else 0.0,
-            "output_bytes": cost.output_bytes if cost else 0,
-            "output": format_bytes(cost.output_bytes if cost else 0),
-            "saved_bytes": cost.saved_bytes if cost else 0,
-            "saved": format_bytes(cost.saved_bytes if cost else 0),
-            "line": lines.get(name),
-            "why": _why(operator, plan, stage),
-        })  # fmt: skip
+    nodes += [
+        _operator(
+            operator,
+            costs.operators.get(name),
+            at=made.places[name],
+            stage=stage_of.get(name, EVERYWHERE),
+            line=lines.get(name),
+            plan=plan,
+        )
+        for name, operator in graph.operators.items()
+    ]
     edges = [
         [index[read], index[name]]
         for name, operator in graph.operators.items()
@@ -113,6 +101,39 @@ def graph_data(
         "colours": {
             name: getattr(svg, name.upper()) for name in ("surface", "ink", "muted", "track", "rule", "alarm")
         },
+    }
+
+
+def _operator(
+    operator: Operator,
+    cost: OperatorCost | None,
+    *,
+    at: tuple[float, float],
+    stage: int,
+    line: tuple[int, int] | None,
+    plan: Plan,
+) -> dict[str, Any]:
+    """Returns the box of an operator, and what the panel says of it; without a cost it takes nothing."""
+    output_bytes, saved_bytes = (cost.output_bytes, cost.saved_bytes) if cost else (0, 0)
+    return {
+        "name": operator.name,
+        "label": label_of(operator),
+        "at": at,
+        "stage": stage,
+        "target": operator.target,
+        "module": operator.module_path,
+        "kind": operator.module_type,
+        "source": operator.source_line or "",
+        "shapes": [str(spec) for spec in operator.outputs],
+        "parameters": [*operator.parameters, *operator.buffers],
+        "forward_s": cost.forward_s if cost else 0.0,
+        "backward_s": cost.backward_s if cost else 0.0,
+        "output_bytes": output_bytes,
+        "output": format_bytes(output_bytes),
+        "saved_bytes": saved_bytes,
+        "saved": format_bytes(saved_bytes),
+        "line": line,
+        "why": _why(operator, plan, stage),
     }
 
 

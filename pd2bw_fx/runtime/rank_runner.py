@@ -147,17 +147,21 @@ class RankRunner:
                 coming[action.kind] = self._post(action.kind, coming[action.kind])
         self.current = None
         if not self._posts_ahead:
-            received = {(action.kind, action.stage, action.microbatch) for action in actions}
-            for action in () if peers is None else peers.sends:
-                for stage in self._stages.values():
-                    stage.expect_sent(action, received)
-            for stage in self._stages.values():
-                stage.links.read_headers()
-            if peers is not None:
-                self._weights.complete_sums(peers.reached, finish=self._is_new)
+            self._meet(actions, peers)
         elif training:
             waiting = [(stage.program.stage, k) for stage in self._stages.values() for k in stage.waiting]
             self._post(Kind.RECEIVE_GRADIENT, sorted(waiting, key=lambda piece: piece[1]))
+
+    def _meet(self, actions: Sequence[Action], peers: PeerActions | None) -> None:
+        """Receives over nccl what the peers have sent in a call, and completes the sums they have come to."""
+        received = {(action.kind, action.stage, action.microbatch) for action in actions}
+        for action in () if peers is None else peers.sends:
+            for stage in self._stages.values():
+                stage.expect_sent(action, received)
+        for stage in self._stages.values():
+            stage.links.read_headers()
+        if peers is not None:
+            self._weights.complete_sums(peers.reached, finish=self._is_new)
 
     def finish_update(self) -> None:
         """Makes the versions that were put off, if any were."""
