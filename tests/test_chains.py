@@ -13,9 +13,12 @@ import pytest
 
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.costs import Kept, MemoryModel
+from pd2bw_fx.passes.partition.bounds import stage_table
+from pd2bw_fx.passes.partition.bounds.downsets import DeviceKind, DownSets
 from pd2bw_fx.passes.partition.bounds.relaxed_bound import RelaxedBound, joined_nodes
+from pd2bw_fx.passes.partition.bounds.stage_table import StageTable
 from pd2bw_fx.passes.partition.choices import Choices, Deadline
-from pd2bw_fx.passes.partition.instance import Instance, respects_edges
+from pd2bw_fx.passes.partition.instance import Flags, Instance, respects_edges
 from pd2bw_fx.passes.partition.reader import Reader
 from pd2bw_fx.passes.partition.route import loads_of
 from pd2bw_fx.passes.partition.search.search import search
@@ -149,8 +152,34 @@ def ways_from(source: int, readers: frozenset[int], k: int) -> set[tuple[int, ..
     return ways
 
 
+def stages_of_chains(instance: Instance, member: Flags, target_s: float) -> dict[tuple[int, int], float]:
+    """Returns the load of each stage, by the down-sets that it is between, that a chain within the target
+    has, by trying all pairs of down-sets."""
+    pairs = {}
+    for start, end in itertools.permutations(range(len(member)), 2):
+        own = member[end] & ~member[start]
+        parts = [own[list(net.members)] for net in instance.nets]
+        cost_s = sum(
+            costs[0, 1] for part, costs in zip(parts, instance.cost_s, strict=True) if 0 < part.mean() < 1
+        )
+        load_s = float(instance.work_s[0] @ own + cost_s)
+        if (member[start] <= member[end]).all() and load_s <= target_s * (1 + 1e-9):
+            pairs[start, end] = load_s
+    ahead, behind = {0: 0}, {len(member) - 1: 0}
+    for number in range(1, instance.num_stages + 1):
+        ahead |= {end: number for start, end in pairs if start in ahead and end not in ahead}
+        behind |= {start: number for start, end in pairs if end in behind and start not in behind}
+    return {
+        (start, end): load_s
+        for (start, end), load_s in pairs.items()
+        if start in ahead and end in behind and ahead[start] + 1 + behind[end] <= instance.num_stages
+    }
+
+
 @pytest.mark.parametrize("seed", range(24))
-def test_no_way_to_hand_tensors_on_is_faster_than_what_is_refuted(seed: int) -> None:
+def test_no_way_to_hand_tensors_on_is_faster_than_what_is_refuted(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     draw = random.Random(seed)
     num_stages = draw.choice([3, 4])
     instance = drawn(draw, num_stages, num_blocks=8 - num_stages + draw.choice([0, 1]))
@@ -167,6 +196,31 @@ def test_no_way_to_hand_tensors_on_is_faster_than_what_is_refuted(seed: int) -> 
     assert refuted_s == pytest.approx(
         best_s, abs=2e-3
     )  # with nodes as they are nothing is relaxed but memory
+    rules = rules_of(instance, joined=True)
+    assert rules is not None
+    without_room_s, _ = rules.fastest(best_s * 1.5, Deadline(30.0))
+    monkeypatch.setattr(stage_table, "_MAX_STAGES", 0)  # too many to list
+    if joined_nodes(instance, Deadline(30.0)).max() + 1 < instance.num_nodes:
+        assert proposed_s(instance)[1] == pytest.approx(without_room_s, abs=2e-3)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_stages_listed_are_all_that_a_chain_within_the_target_has(seed: int) -> None:
+    draw = random.Random(seed)
+    instance = drawn(draw, 3, num_blocks=8)
+    target_s = fastest_s(instance) * draw.choice([0.9, 1.0, 1.3])
+    instance = replace(
+        instance, per_destination=False
+    )  # a tensor costs each stage that has a part of it once
+    sets = DownSets.of([DeviceKind(instance, 0, instance.num_stages)], max_sets=1000)
+    assert sets is not None
+
+    table = StageTable.of(sets, target_s, Deadline(30.0))
+
+    expected = stages_of_chains(instance, sets.member, target_s)
+    assert table is not None
+    listed = zip(table.start.tolist(), table.end.tolist(), table.load_s.tolist(), strict=True)
+    assert {(start, end): load_s for start, end, load_s in listed} == pytest.approx(expected)
 
 
 def test_a_send_that_no_stage_has_the_time_for_is_not_shared_by_two_of_them() -> None:

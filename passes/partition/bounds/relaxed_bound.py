@@ -52,6 +52,8 @@ from .stage_table import StageTable
 from .whole_sends import TooMany, chain_of_whole_sends
 from .windows import Reach
 
+_LISTING_SHARE = 0.4  # of the time left, for listing the stages of joined nodes
+
 
 class RelaxedBound:
     """All assignments that the relaxed rules allow: a `Question` for one target after another."""
@@ -92,11 +94,15 @@ class RelaxedBound:
     def fastest(self, target_s: float, deadline: Deadline) -> tuple[float, Integers | None]:
         """Returns a time that no assignment beats, `target_s` at most, and one that may be that fast.
 
-        Without any room for sends it is the best bound of these rules. Raises OutOfTime.
+        Without any room for sends it is the best bound of these rules, if the stages can be listed. Raises
+        OutOfTime.
         """
+        is_possible, found = self._without_listing(target_s, deadline)
+        if not is_possible:
+            return target_s, None
         stages = self._within(target_s, deadline)
         if stages is None:
-            return 0.0, None
+            return 0.0, None if found is None else found[self._number_of]
         chain = fastest_chain(stages, deadline, num_stages=self._num_stages)
         if chain is None:
             return target_s, None
@@ -107,10 +113,10 @@ class RelaxedBound:
 
     def __call__(self, target_s: float, deadline: Deadline) -> Answer:
         try:
-            stages = self._within(target_s, deadline)
-            if stages is None:
-                return Answer(Status.UNKNOWN)
-            is_possible, found = self._asked(stages, target_s, deadline)
+            is_possible, found = self._without_listing(target_s, deadline)
+            stages = self._within(target_s, deadline) if is_possible else None
+            if stages is not None:
+                is_possible, found = self._asked(stages, target_s, deadline)
         except OutOfTime:
             return Answer(Status.UNKNOWN)
         if not is_possible:
@@ -121,6 +127,23 @@ class RelaxedBound:
         loads = loads_of(self._instance, stage_of)
         is_real = loads.fits and loads.bottleneck_s <= target_s
         return Answer(Status.FEASIBLE if is_real else Status.UNKNOWN, 0, stage_of)
+
+    def _without_listing(self, target_s: float, deadline: Deadline) -> tuple[bool, Integers | None]:
+        """Returns whether a chain is within the target, and the joined nodes' stages if it has as many as are
+        asked for. Where stages may be empty, down-sets that others dominate are skipped, so this is fast.
+
+        With nodes as they are, and where the stages have been listed, it returns True. Raises OutOfTime.
+        """
+        is_listed = self._stages is not None and self._stages.target_s >= target_s
+        if self._num_stages is not None or is_listed or not isinstance(self._sets, DownSets):
+            return True, None
+        chain = self._sets.chain_within(target_s, deadline)
+        if chain is None:
+            return False, None
+        has_all = (
+            self._instance.may_be_empty or len(set(chain.stage_of.tolist())) == self._instance.num_stages
+        )
+        return True, chain.stage_of if has_all else None
 
     def _asked(self, stages: StageTable, target_s: float, deadline: Deadline) -> tuple[bool, Integers | None]:
         """Returns whether the relaxed rules allow the target, and the joined nodes' stages by a rule that is
@@ -151,11 +174,22 @@ class RelaxedBound:
         if not 0 < target_s < self._too_many_s:
             return None
         if self._stages is None or self._stages.target_s < target_s:
-            near = self._sets.within(target_s, deadline) if isinstance(self._sets, _NearSets) else self._sets
-            self._stages = None if near is None else StageTable.of(near, target_s, deadline)
+            self._stages = self._listed(target_s, deadline)
             if self._stages is None:
                 self._too_many_s = target_s
         return self._stages
+
+    def _listed(self, target_s: float, deadline: Deadline) -> StageTable | None:
+        if isinstance(self._sets, _NearSets):
+            near = self._sets.within(target_s, deadline)
+            return None if near is None else StageTable.of(near, target_s, deadline)
+        if self._num_stages is not None:
+            return StageTable.of(self._sets, target_s, deadline)
+        # Without the stages there is still `_without_listing`, which needs some of the time.
+        with suppress(OutOfTime):
+            share = Deadline(deadline.left_s * _LISTING_SHARE, within=deadline)
+            return StageTable.of(self._sets, target_s, share)
+        return None
 
 
 class _NearSets:

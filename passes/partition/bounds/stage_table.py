@@ -11,7 +11,10 @@ which is linear in flags of the second set. So the loads of many pairs are one p
 table is made in a fraction of the time that a look at one down-set after another would take.
 
 Down-sets that no chain within the target has are left out first: the stages before such a set, or those
-behind it, or all of them have more to do than their time.
+behind it, or all of them have more to do than their time. The others are looked at from the first set on, one
+stage after another, and only from sets that so many stages reach. Where transfers are dear beside work, there
+are mostly few of these: a stage then cannot end where many tensors are cut. A stage is left out, too, from
+whose end more stages are needed than are left.
 """
 
 from __future__ import annotations
@@ -20,14 +23,15 @@ from typing import Any
 
 import numpy as np
 
-from pd2bw_fx.passes.partition.instance import Flags, Floats, Integers
+from pd2bw_fx.passes.partition.instance import Floats, Integers
 
 from .downsets import DownSets, OutOfTime
 
 _SLACK = 1 + 1e-9  # of the target: rounding never excludes what fits exactly
 _ROWS = 128  # down-sets that are looked at together
 _MAX_STAGES = 3_000_000
-_MAX_CELLS = 50_000_000  # flags times down-sets, eight bytes each
+_MAX_STEPS = 10**11  # pairs of down-sets times flags: a tenth of a nanosecond each
+_UNREACHED = 10**6  # more stages than there are
 
 
 class StageTable:
@@ -50,27 +54,41 @@ class StageTable:
     @classmethod
     def of(cls, sets: DownSets, target_s: float, deadline: Any) -> StageTable | None:
         """Returns None where there are too many stages to list. Raises OutOfTime."""
-        useful = _useful(sets, target_s)
-        flags = int((np.maximum(sets.sizes, 1) - 1).sum())
-        if flags * len(useful) > _MAX_CELLS:
-            return None
-        pairs = _Pairs(sets, useful)
+        most, last = sets.kinds[0].count, len(sets) - 1
+        fewest_behind = _fewest_behind(sets, target_s)
+        pairs = _Pairs(sets, np.flatnonzero(fewest_behind < most))
+        ahead = np.full(last + 1, _UNREACHED)  # the fewest stages from the first set
+        ahead[0] = 0
         start, end, seconds, num_stages = [], [], [], 0
-        for at in range(0, len(useful) - 1, _ROWS):
-            if deadline.left_s == 0:
-                raise OutOfTime
-            from_sets, to_sets, s = pairs.within(at, min(at + _ROWS, len(useful) - 1), target_s)
-            start.append(useful[from_sets])
-            end.append(useful[to_sets])
-            seconds.append(s)
-            num_stages += len(from_sets)
-            if num_stages > _MAX_STAGES:
-                return None
-        return cls(sets, target_s, np.concatenate(start), np.concatenate(end), np.hstack(seconds))
+        for number in range(1, most + 1):
+            from_sets = np.flatnonzero(ahead == number - 1)
+            for at in range(0, len(from_sets), _ROWS):
+                if deadline.left_s == 0:
+                    raise OutOfTime
+                here, to, s = pairs.within(from_sets[at : at + _ROWS], target_s)
+                if pairs.steps > _MAX_STEPS:
+                    return None
+                leads_on = number + fewest_behind[to] <= most
+                start.append(here[leads_on])
+                end.append(to[leads_on])
+                seconds.append(s[:, leads_on])
+                num_stages += len(end[-1])
+                if num_stages > _MAX_STAGES:
+                    return None
+                ahead[end[-1]] = np.minimum(ahead[end[-1]], number)
+        starts, ends = np.concatenate(start), np.concatenate(end)
+        behind = np.full(last + 1, _UNREACHED)  # the fewest stages to the last set
+        behind[last] = 0
+        for number in range(1, most + 1):
+            leading = starts[behind[ends] == number - 1]
+            behind[leading] = np.minimum(behind[leading], number)
+        is_useful = ahead[starts] + 1 + behind[ends] <= most
+        return cls(sets, target_s, starts[is_useful], ends[is_useful], np.hstack(seconds)[:, is_useful])
 
 
-def _useful(sets: DownSets, target_s: float) -> Integers:
-    """Returns the sets that a chain within the target may have, the first and the last set always."""
+def _fewest_behind(sets: DownSets, target_s: float) -> Integers:
+    """Returns the fewest stages behind each set, by what is to be done there, or `_UNREACHED` for a set that
+    no chain within the target has."""
     table, most = sets.tables[0], sets.kinds[0].count
     work_s, cut_s = table.work_s, table.cut_s
     behind_s, time_s = work_s[-1] - work_s, target_s * _SLACK
@@ -79,49 +97,55 @@ def _useful(sets: DownSets, target_s: float) -> Integers:
     fewest_behind = np.ceil((behind_s + cut_s) / time_s - 1e-6)
     is_useful = fewest + fewest_behind <= most
     is_useful &= work_s[-1] + 2 * cut_s <= most * time_s
-    is_useful[[0, -1]] = True
-    useful: Integers = np.flatnonzero(is_useful)
-    return useful
+    found: Integers = np.where(is_useful, fewest_behind, _UNREACHED).astype(np.int64)
+    found[-1] = 0
+    return found
 
 
 class _Pairs:
-    """Loads of pairs of some down-sets, by place in `useful`."""
+    """Loads of pairs of down-sets, of which the second is in `useful`."""
 
     def __init__(self, sets: DownSets, useful: Integers) -> None:
         table = sets.tables[0]
-        self._behind_s = table.work_s[useful] + table.cut_s[useful]
-        self._up_to_s: Floats = np.maximum.accumulate(table.work_s[useful])
-        self._has = sets.member[useful].astype(np.float32)
-        self._lacks = np.ascontiguousarray(1 - self._has.T)
-        counts = sets.counts[:, useful].astype(np.int64)
-        has_more: list[Flags] = []
-        costs: list[Floats] = []
-        received: list[Floats] = []
-        for net in np.flatnonzero((table.cost_s > 0) & (sets.sizes > 1)).tolist():
-            size, count, cost_s = int(sets.sizes[net]), counts[net], float(table.cost_s[net])
-            for num_before in range(1, size):
-                has_more.append(count > num_before)
-                received.append(cost_s * (count == num_before))
-                is_whole = (count > 0) & (count < size) & (num_before == size - 1)
-                costs.append(received[-1] + cost_s * is_whole)
-        shape = len(has_more), len(useful)
-        self._has_more = np.array(has_more, dtype=np.float64).reshape(shape)
-        self._costs = np.array(costs).reshape(shape).T.copy()
-        self._received = np.array(received).reshape(shape).T.copy()
+        self._sets = sets
+        self._useful = useful
+        self._up_to_s: Floats = np.maximum.accumulate(table.work_s)
+        self._behind_s = table.work_s + table.cut_s
+        nets = np.flatnonzero((table.cost_s > 0) & (sets.sizes > 1))
+        # A flag says that a set has more than so many members of a net.
+        self._net = np.repeat(nets, sets.sizes[nets] - 1)
+        self._num_before = np.concatenate([np.arange(1, size) for size in sets.sizes[nets]] or [nets])
+        self._cost_s = table.cost_s[self._net]
+        self._is_last = self._num_before == sets.sizes[self._net] - 1
+        self.steps = 0
 
-    def within(self, first: int, last: int, target_s: float) -> tuple[Integers, Integers, Floats]:
-        """Returns the stages from sets `first` up to `last`: where they start, where they end, and their
+    def within(self, rows: Integers, target_s: float) -> tuple[Integers, Integers, Floats]:
+        """Returns the stages from these sets, in rising order: where they start, where they end, and their
         seconds (load and received, stages)."""
-        reach_s = self._up_to_s[last - 1] + target_s * _SLACK
-        until = int(np.searchsorted(self._up_to_s, reach_s, side="right"))
-        rows, near = slice(first, last), slice(first, until)
-        load_s = self._costs[rows] @ self._has_more[:, near]
+        sets, time_s = self._sets, target_s * _SLACK
+        until = int(np.searchsorted(self._up_to_s, self._up_to_s[rows[-1]] + time_s, side="right"))
+        near = self._useful[slice(*np.searchsorted(self._useful, (rows[0] + 1, until)))]
+        in_all = np.bitwise_and.reduce(sets.words[:, rows], axis=1)[:, None]
+        near = near[((sets.words[:, near] & in_all) == in_all).all(axis=0)]
+        counts = sets.counts[self._net[:, None], rows]
+        received = self._cost_s * (counts == self._num_before[:, None]).T
+        is_whole = (counts > 0) & (counts <= self._num_before[:, None]) & self._is_last[:, None]
+        costs = received + self._cost_s * is_whole.T
+        has_more = self._has_more(near)
+        self.steps += len(rows) * has_more.size
+        load_s = costs @ has_more
         load_s += self._behind_s[near]
         load_s -= self._behind_s[rows, None]
-        is_behind = np.arange(first, until) > np.arange(first, last)[:, None]
-        at, to = np.nonzero(is_behind & (load_s <= target_s * _SLACK))
-        num_missing = self._has[rows] @ self._lacks[:, near]
-        grows = num_missing[at, to] == 0
+        at, to = np.nonzero(load_s <= time_s)
+        own = sets.words[:, rows[at]]
+        grows = ((sets.words[:, near[to]] & own) == own).all(axis=0) & (near[to] > rows[at])
         at, to = at[grows], to[grows]
-        received_s = self._received[rows] @ self._has_more[:, near]
-        return at + first, to + first, np.stack((load_s[at, to], received_s[at, to]))
+        columns, place = np.unique(to, return_inverse=True)
+        received_s = (received @ has_more[:, columns])[at, place]
+        return rows[at], near[to], np.stack((load_s[at, to], received_s))
+
+    def _has_more(self, sets: Integers) -> Floats:
+        has_more: Floats = (self._sets.counts[self._net[:, None], sets] > self._num_before[:, None]).astype(
+            np.float64
+        )
+        return has_more

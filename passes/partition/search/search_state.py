@@ -38,7 +38,7 @@ _LEAST_LOADS_SHARE = 0.3  # of the time of the step that asks for the bound
 _NEAR_THE_TARGET = 0.9  # of the target: a bound below this will not reach a slightly lower target either
 _LEAST_USEFUL_BOUND = 1e-6  # of the incumbent: bisection does not go on below this
 _FEW_DOWN_SETS = 10_000  # more of them are not enumerated before a program
-_MANY_DOWN_SETS = 40_000  # more of them are not enumerated for a problem
+_MANY_DOWN_SETS = 200_000  # more of them are not enumerated for a problem
 _LARGE = 5000  # nodes times stages: with more, down-sets near a target are not listed for a problem
 _ENUMERATION_SHARE = 0.25  # of the time left, for enumerating them
 
