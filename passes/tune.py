@@ -76,16 +76,11 @@ def tune(
     given = _batch_size((args, kwargs))
     require_whole_number("batch_size", batch_size)
     batch_size = plain(batch_size)
-    sizes = _powers_of_two(batch_size) if microbatch_sizes is None else microbatch_sizes
-    require_kind("microbatch_sizes", sizes, Sequence, "a sequence of numbers")
-    if not sizes:
-        raise InputError("microbatch_sizes is empty; at least one size was expected")
+    sizes = _powers_of_two(batch_size) if microbatch_sizes is None else _checked(microbatch_sizes)
     pricing = Pricing(costs, chosen.devices[0], profile_cache, chosen.threads_each)
-    for size in sizes:
-        require_whole_number("each of microbatch_sizes", size)
     problems: dict[int, Problem] = {}
     refused: dict[int, Pd2bwError] = {}
-    for size in map(plain, sizes):
+    for size in sizes:
         sized_args, sized_kwargs, targets = _sized((args, kwargs, example_targets), given, size)
         inputs = Inputs(sized_args, sized_kwargs, loss_fn, targets, "auto")
         try:
@@ -147,6 +142,16 @@ def _sized(inputs: Any, given: int, size: int) -> Any:
         return leaf[torch.arange(size, device=leaf.device) % given]
 
     return tree_map(sized, inputs)
+
+
+def _checked(microbatch_sizes: Sequence[int]) -> list[int]:
+    """Returns the sizes; raises InputError for anything but one number or more."""
+    require_kind("microbatch_sizes", microbatch_sizes, Sequence, "a sequence of numbers")
+    if not microbatch_sizes:
+        raise InputError("microbatch_sizes is empty; at least one size was expected")
+    for size in microbatch_sizes:
+        require_whole_number("each of microbatch_sizes", size)
+    return [plain(size) for size in microbatch_sizes]
 
 
 def _powers_of_two(batch_size: int) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 import pd2bw_fx
 from pd2bw_fx.errors import TraceError, WorkerError
 from pd2bw_fx.passes.trace.patches.asked_places import is_check as is_check_at
+from tests.trained import sgd
 
 
 class Asserting(nn.Module):
@@ -51,10 +51,6 @@ def inputs(size: int = 4, *, times: float = 1.0) -> tuple[Tensor]:
 def model_of(kind: type[nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return kind()
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def test_assertions_are_kept_in_the_stages() -> None:

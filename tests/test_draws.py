@@ -16,6 +16,7 @@ from pd2bw_fx.errors import TraceError
 from pd2bw_fx.models.gpt import GPT, GPTConfig
 from pd2bw_fx.runtime.draws import Draws
 from pd2bw_fx.runtime.local_run import TrainResult
+from tests.trained import sgd
 
 CPU = torch.device("cpu")
 UPDATES, M = 3, 4
@@ -134,10 +135,6 @@ def gpt_run(num_stages: int, **options: Any) -> TrainResult:
     drawn = model.example_inputs(batch_size=UPDATES * M)
     batches = list(zip(*(tensor.split(M) for tensor in drawn), strict=True))
     return pipe.train_local(batches, optimizer=sgd, microbatches_per_update=M, threads_per_worker=1, seed=3)
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 @pytest.fixture(scope="module")

@@ -21,9 +21,10 @@ from pd2bw_fx.runtime import local_run, messages
 from pd2bw_fx.runtime.reference import train_reference
 from pd2bw_fx.runtime.reports import UpdateReport
 from pd2bw_fx.runtime.wire import decoded, encoded
-from tests.local_runs import ROWS, mlp_batches, sgd
+from tests.local_runs import ROWS, mlp_batches
 from tests.processes import workers
 from tests.programs.delayed_reference import DelayedReference
+from tests.trained import sgd
 
 pytestmark = pytest.mark.usefixtures("no_process_is_left")
 

@@ -12,7 +12,8 @@ from torch import nn
 
 import pd2bw_fx
 from pd2bw_fx.models import build
-from tests.local_runs import mlp_batches, sgd
+from tests.local_runs import mlp_batches
+from tests.trained import sgd
 
 pytestmark = pytest.mark.usefixtures("no_process_is_left")
 

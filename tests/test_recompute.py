@@ -13,10 +13,7 @@ import pd2bw_fx
 from pd2bw_fx.models import build
 from pd2bw_fx.runtime.recompute import WrittenState, unread_statistics
 from pd2bw_fx.runtime.reference import train_reference
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
+from tests.trained import sgd
 
 
 class Remembering(nn.Module):

@@ -15,12 +15,9 @@ from pd2bw_fx.models import build
 from pd2bw_fx.runtime.local_run import TrainResult
 from pd2bw_fx.runtime.recorder import offset_to_first_rank
 from pd2bw_fx.timeline import Event
+from tests.trained import sgd
 
 ROWS, UPDATES = 2, 4
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 @pytest.fixture(scope="module")

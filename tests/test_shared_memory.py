@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from pd2bw_fx.models import build
 from pd2bw_fx.runtime.reference import train_reference
 from pd2bw_fx.runtime.shared_memory import NO_BUFFER, SharedBuffers
 from tests.torchrun import torchrun
+from tests.trained import sgd
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files without a name are Linux's")
 
@@ -51,7 +51,3 @@ def test_training_with_large_activations_equals_the_reference() -> None:
 
     reference = train_reference(model, batches, optimizer=sgd, microbatches_per_update=m)
     assert result.losses == pytest.approx(reference.losses, rel=1e-12)
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)

@@ -1,4 +1,4 @@
-"""Compares a pipeline's training with the update rule on the whole model in one process."""
+"""An optimizer for pipelines, and a comparison of their training with the rule on the whole model."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ import pd2bw_fx
 from pd2bw_fx.runtime.reference import train_reference
 
 _sgd = functools.partial(torch.optim.SGD, lr=0.05)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def assert_trained_by_the_rule(
