@@ -20,7 +20,7 @@ from pd2bw_fx.costs import Costs
 from pd2bw_fx.passes.normalise import normalise
 from pd2bw_fx.passes.profile import default_cache_folder, profile
 from pd2bw_fx.passes.profile.cache import ProfileCache
-from pd2bw_fx.passes.profile.walk import ONLY_HERE
+from pd2bw_fx.passes.profile.keys import ONLY_HERE
 from pd2bw_fx.passes.trace import trace
 from tests.test_profile import CPU, Uneven
 

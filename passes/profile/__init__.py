@@ -5,8 +5,8 @@
 - analytic (`analytic.py`): operations and bytes over a device's rates, from shapes alone, for other devices;
 - from parameters (here): where symbolic tracing left no shapes.
 
-`walk.py` goes through the program for both of the first two, `cache.py` keeps measured times on disk, and
-`tape.py` has what autograd recorded of a call.
+`walk.py` goes through the program for both of the first two, `keys.py` tells calls apart, `cache.py` keeps
+measured times on disk, and `tape.py` has what autograd recorded of a call.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import torch
 
 from pd2bw_fx.process_settings import flags, matmul_precision
 
-from .walk import ONLY_HERE
+from .keys import ONLY_HERE
 
 _LOG = logging.getLogger(__name__)
 _FORMAT = 1

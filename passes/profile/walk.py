@@ -13,15 +13,11 @@ from torch.func import functional_call
 from torch.fx.node import map_aggregate
 
 from pd2bw_fx.costs import OperatorCost
-from pd2bw_fx.custom_function import custom_function
-from pd2bw_fx.drawing import Operator
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.program import ProgramInterpreter, region
-from pd2bw_fx.source_check import NAMESPACES_OF_TORCH
 
+from .keys import key_of
 from .tape import differentiable
-
-ONLY_HERE = "only in this process"
 
 _WRITING = frozenset(
     {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow, operator.setitem}
@@ -138,7 +134,8 @@ class Walk(ProgramInterpreter):
             return value
         call = self._call(n)
         if self._is_counting:
-            self._keys[n.name] = self._key(n)
+            layer = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
+            self._keys[n.name] = key_of(n, *self.fetch_args_kwargs_from_env(n), layer=layer)
             result = self._count(n, call)
         else:
             with torch.enable_grad(), region(n, self._device_type):
@@ -283,51 +280,6 @@ class Walk(ProgramInterpreter):
             self._converted[id(tensor)] = converted
             self._storages.add(converted.untyped_storage()._cdata)
         return self._converted[id(tensor)]
-
-    def _key(self, node: fx.Node) -> Hashable:
-        """Returns a key that is equal for calls of the same operator, sizes, types and constants."""
-        args, kwargs = self.fetch_args_kwargs_from_env(node)
-
-        def describe(value: Any) -> Hashable:
-            if isinstance(value, Tensor):
-                return (tuple(value.shape), value.stride(), value.dtype, value.requires_grad)
-            if isinstance(value, list | tuple):
-                return tuple(describe(item) for item in value)
-            if isinstance(value, dict):
-                return tuple((key, describe(item)) for key, item in value.items())
-            return (type(value), str(value))
-
-        regions = (node.meta.get("no_grad"), node.meta.get("autocast"))
-        return (self._target(node), describe(args), describe(kwargs), regions)
-
-    def _target(self, node: fx.Node) -> Hashable:
-        """Returns a key for what is called.
-
-        Only torch's own operators, functions and layers are known by their names. All other code may be
-        changed before the next run, so its key begins with ONLY_HERE.
-        """
-        if node.op == "call_module":
-            layer = self.fetch_attr(str(node.target))
-            if not type(layer).__module__.startswith("torch."):
-                return (ONLY_HERE, node.name)
-            state = [(name, tuple(t.shape), t.dtype) for name, t in layer.state_dict(keep_vars=True).items()]
-            return (repr(layer), layer.training, tuple(state))
-        if isinstance(node.target, str):
-            return node.target
-        if isinstance(node.target, Operator):
-            return str(node.target) if _is_torchs(node.target) else (ONLY_HERE, str(node.target))
-        module = getattr(node.target, "__module__", None) or ""
-        name = f"{module}.{getattr(node.target, '__name__', node.name)}"
-        return name if module.partition(".")[0] in ("torch", "_operator") else (ONLY_HERE, name)
-
-
-def _is_torchs(operator: Operator) -> bool:
-    """Returns whether an operator is torch's own, or made of torch's own with their hash in its name."""
-    function = custom_function(operator)
-    if function is not None:
-        targets = [node.target for graph in (function.forward, function.backward) for node in graph.nodes]
-        return all(_is_torchs(target) for target in targets if isinstance(target, Operator))
-    return str(operator).partition(".")[0] in NAMESPACES_OF_TORCH  # "aten" of aten.add.Tensor
 
 
 class _SavedStorages:
