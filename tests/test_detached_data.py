@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,6 +55,16 @@ class Counting(Plain):
         return (self.second(hidden) * (1 + self.mean) + self.last).square().mean()
 
 
+class Clamping(Plain):
+    """Writes what its backward keeps: gradients are those at the new values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        waves = hidden.sin()
+        hidden.data.clamp_(min=0)
+        return self.second(hidden + waves).square().mean()
+
+
 class StraightThrough(Plain):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
@@ -69,7 +80,8 @@ WRITES = ("assigns", "augmented", "in place")
 
 
 @pytest.mark.parametrize(
-    "made", [*(functools.partial(Averaging, writes) for writes in WRITES), Counting, StraightThrough]
+    "made",
+    [*(functools.partial(Averaging, writes) for writes in WRITES), Counting, Clamping, StraightThrough],
 )
 def test_tensor_data_is_detached_in_the_stages(made: Any) -> None:
     torch.manual_seed(0)
@@ -93,17 +105,30 @@ def test_what_torch_fx_does_not_see_written_is_refused_and_undone(writes: str) -
 
 
 def test_a_write_that_autograd_sees_in_the_stages_alone_is_told() -> None:
-    class Clamping(Plain):
+    class Unseen(Plain):
+        """No line that the trace knows has `.data`: lambdas have none."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.clamp = lambda hidden: hidden.data.clamp_(min=0)
+
         def forward(self, x: Tensor) -> Tensor:
             hidden = self.first(x)
             waves = hidden.sin()
-            hidden.data.clamp_(min=0)
+            self.clamp(hidden)
             return self.second(hidden + waves).square().mean()
 
     with pytest.raises(
         VerificationError, match=r"through \.data, what its own backward has kept.*to a clone"
     ):
-        split(Clamping())
+        split(Unseen())
+
+
+def test_a_write_through_data_is_in_the_files_too(tmp_path: Path) -> None:
+    pipe = split(Clamping())
+    assert "hidden.data.clamp_(0)" in pipe.stages[0].source
+
+    pipe.export_onnx(tmp_path)
 
 
 def test_weights_that_the_forward_writes_have_no_two_versions() -> None:

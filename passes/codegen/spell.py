@@ -28,6 +28,7 @@ from .wording import (
     is_a_power,
     is_a_subscript,
     is_called_of_torch,
+    is_written_data,
 )
 from .words import SPECIAL
 
@@ -138,6 +139,8 @@ def _as_the_author(node: fx.Node, name: str, values: Mapping[str, Any], scene: S
         return power(first, second, scene)
     if name == "reciprocal" and (one := divided_one(node)) is not None:
         return infix("div", one, first, scene)
+    if name == "detach" and is_written_data(node):
+        return Source(f"{scene.receiver(first)}.data")
     if name == "unsqueeze" and is_a_subscript(node):
         return new_dimension(values, scene)
     if name == "to" and values.keys() == {"self", "dtype"} and (cast := cast_called(node, values["dtype"])):

@@ -32,6 +32,12 @@ def statement_of(node: fx.Node) -> ast.stmt | None:
     return _statement(node.meta.get("stack_trace") or "")
 
 
+def _place(node: fx.Node) -> tuple[str, str] | None:
+    """Returns the file and the line of the statement that an operator is from."""
+    found = _LAST_FRAME.match(node.meta.get("stack_trace") or "")
+    return None if found is None else (found[1], found[2])
+
+
 @functools.lru_cache(maxsize=4096)
 def _statement(trace: str) -> ast.stmt | None:
     found = _LAST_FRAME.match(trace)
@@ -54,9 +60,9 @@ def _statements(file: str) -> Mapping[int, ast.stmt]:
 
 
 def is_called_of_torch(node: fx.Node, name: str) -> bool:
-    """Whether the author's statement has `torch.name(x)`, and no `x.name()`."""
+    """Whether the author's statement has `torch.name(x)` or `F.name(x)`, and no `x.name()`."""
     called = _functions(statement_of(node)).get(name)
-    return called == {"torch"}
+    return called is not None and called <= {"torch", "F"}
 
 
 def is_a_power(node: fx.Node) -> bool:
@@ -86,6 +92,19 @@ def is_a_subscript(node: fx.Node) -> bool:
     return "unsqueeze" not in _functions(statement) and _has_new_dimensions(statement)
 
 
+def is_written_data(node: fx.Node) -> bool:
+    """Whether the author writes into `x.data`: autograd, which sees a write into `x.detach()`, must not."""
+    statement = statement_of(node)
+    is_data = any(
+        isinstance(i, ast.Attribute) and i.attr == "data" for i in ast.walk(statement or ast.Pass())
+    )
+    return is_data and "detach" not in _functions(statement) and any(_writes(user) for user in node.users)
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
 _CASTS = {
     torch.float32: "float", torch.float64: "double", torch.float16: "half", torch.bfloat16: "bfloat16",
     torch.int64: "long", torch.int32: "int", torch.bool: "bool",
@@ -108,11 +127,11 @@ def has_its_number_first(node: fx.Node, name: str, tensor: Any, number: complex)
     if number == 0 and _adds_up(statement):
         return False  # the 0 that `sum` begins with
     signs = [inner for inner in _operations(statement) if isinstance(inner.op, _SIGNS[name])]
-    found = {_first_of(inner, tensor, number, statement) for inner in signs} - {None}
+    found = {_first_of(inner, tensor, number, node) for inner in signs} - {None}
     return found == {True}
 
 
-def _first_of(sign: ast.BinOp, tensor: Any, number: complex, statement: ast.stmt | None) -> bool | None:
+def _first_of(sign: ast.BinOp, tensor: Any, number: complex, node: fx.Node) -> bool | None:
     """Whether the left operand is the number, and the right one the tensor; None where it is another sign.
 
     A number that is no literal is told from the tensor by the tensor's name, or because the tensor is made
@@ -122,29 +141,39 @@ def _first_of(sign: ast.BinOp, tensor: Any, number: complex, statement: ast.stmt
     if left is not None or right is not None:
         return None if number not in (left, right) or left == right else left == number
     made_here = (
-        isinstance(tensor, fx.Node) and tensor.op != "placeholder" and statement_of(tensor) is statement
+        isinstance(tensor, fx.Node)
+        and tensor.op != "placeholder"
+        and _place(tensor) == _place(node)
+        and statement_of(tensor) is statement_of(node)
     )
     are_made = [_computes(operand) for operand in (sign.left, sign.right)]
     if made_here:
         return are_made[1] if are_made[0] != are_made[1] else None
     if any(are_made):
         return None
-    names = _names_of(tensor)
+    names = _names_of(tensor, node)
     are_its = [isinstance(operand, ast.Name) and operand.id in names for operand in (sign.left, sign.right)]
     return are_its[1] if are_its[0] != are_its[1] else None
 
 
-def _names_of(tensor: Any) -> set[str]:
+def _names_of(tensor: Any, reader: fx.Node) -> set[str]:
     """Returns the author's names for a value, as far as the statement that makes it tells."""
     if not isinstance(tensor, fx.Node) or tensor.op == "placeholder":
         return {str(getattr(tensor, "name", ""))}
-    return _names_in(tensor.meta.get("stack_trace") or "")
+    return _names_in(tensor.meta.get("stack_trace") or "", reader.meta.get("stack_trace") or "")
 
 
 @functools.lru_cache(maxsize=4096)
-def _names_in(trace: str) -> set[str]:
-    lines = (line for _, _, line in _FRAME.findall(trace))
-    return {name for line in lines for name in assigned_names(line)}
+def _names_in(trace: str, of_reader: str) -> set[str]:
+    """Returns what is assigned on the lines of a value.
+
+    Where one of these is in the call in which the reader's own line is, that one alone counts: functions that
+    it calls have other names.
+    """
+    frames, around = _FRAME.findall(trace), _FRAME.findall(of_reader)[:-1]
+    if frames[: len(around)] == around:
+        frames = frames[len(around) : len(around) + 1]
+    return {name for _, _, line in frames for name in assigned_names(line)}
 
 
 def _computes(expression: ast.expr) -> bool:

@@ -28,6 +28,7 @@ class TranslatableSpelling(TorchFunctionMode):
     conv3d              without bias, zeros in a shape no runtime takes   with a bias of zeros
     diagonal_scatter    unknown                                           index_put
     index_put           by a mask                                         where
+    `x.data`            the memory of a constant                          detach
     view                not possible in the exporter's memory layout      reshape
     `operators/`        see there
     """
@@ -70,6 +71,8 @@ class TranslatableSpelling(TorchFunctionMode):
             return _with_diagonal(*args, **named)
         if func in _INDEX_PUT and (filled := _filled(*args, **named)) is not None:
             return filled
+        if func == _READ_DATA:
+            return args[0].detach()
         if func in _VIEW and not any(isinstance(argument, torch.dtype) for argument in args):
             return Tensor.reshape(*args, **named)
         if func in TRANSLATABLE and (result := TRANSLATABLE[func](*args, **named)) is not NotImplemented:
@@ -96,6 +99,7 @@ _INDEX_PUT = {
     torch.ops.aten.index_put,
     torch.ops.aten.index_put.default,
 }
+_READ_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _VIEW = {Tensor.view, torch.ops.aten.view, torch.ops.aten.view.default}
 
 
