@@ -116,8 +116,8 @@ def _by_second_names(
             if made is None:
                 continue
             later = stage.nodes[stage.nodes.index(node) + 1 :]
-            lines = (line for other in later for line in _lines_of(other, name))
-            names = (second_name(line, name, made) for line in lines)
+            lines = [line for other in later for line in _lines_of(other, name)]
+            names = (second_name(line, name, made, lines[:at]) for at, line in enumerate(lines))
             if (second := next(filter(None, names), None)) is not None:
                 found[node] = second.name
     return found

@@ -9,7 +9,7 @@ from torch import fx
 from .body import Body
 from .cut import is_number
 from .folding import Folding
-from .naming import argument_name, hands_on, name_within, result_name, state_name
+from .naming import argument_name, hands_on, name_within, outer_names, result_name, state_name
 from .put_away import name_in_list
 from .scopes import Scope
 from .second_names import SecondName, second_name
@@ -85,9 +85,11 @@ class LocalNames:
         wanted = wanted or self._handed_on_name(item)
         if wanted is None and port is not None and not port.startswith("output"):
             wanted = port
-        listed = None if wanted is None or wanted == port else self._name_in_list(index, item, result, wanted)
-        if listed is not None:
-            return self.free(listed, index)
+        further = (
+            None if wanted is None or wanted == port else self._further_name(index, item, result, wanted)
+        )
+        if further is not None:
+            return self.free(further, index)
         if wanted is not None and not self.is_live(wanted, index) and not self._was_a_tensor(wanted, result):
             return wanted
         if wanted is None and self._folding.begins_a_chain(result):
@@ -103,8 +105,11 @@ class LocalNames:
         """Whether the name of a tensor would stand for a number: `x.device` may still be read."""
         return is_number(result) and not all(map(is_number, self._bearers.get(name, ())))
 
-    def _name_in_list(self, index: int, item: fx.Node | Scope, result: fx.Node, name: str) -> str | None:
-        """Returns the `skip` of `skips.append(x)` where another value is called x while this is needed."""
+    def _further_name(self, index: int, item: fx.Node | Scope, result: fx.Node, name: str) -> str | None:
+        """Returns what else the author calls a value, where another one is called x while this is needed.
+
+        That is the `skip` of `skips.append(x)`, or the `kept` of `kept = f(x)`, whose `return x` gives it.
+        """
         line = self._body.line(item)
         if line is None or line.assigned != (name,):
             return None
@@ -112,7 +117,10 @@ class LocalNames:
         later = ((at, made) for at in needed for made in self._body.results(self._body.items[at]))
         if all(self._body.author_name(self._body.items[at], made) != name for at, made in later):
             return None
-        return name_in_list(line, name)
+        if (listed := name_in_list(line, name)) is not None:
+            return listed
+        outer = outer_names(result, self._body.scope.depth)
+        return next((other for other in outer if other != name and not self.is_live(other, index)), None)
 
     def of_what_they_become(self, elements: Mapping[int, fx.Node | None]) -> dict[fx.Node, str]:
         """Returns the author's names for what each element alone is made into, if they all differ.
@@ -220,7 +228,9 @@ class LocalNames:
             return None
         maker = self._folding.maker.get(live[0])
         made = None if maker is None else self._body.line(self._body.items[maker])
-        second = second_name(line, name, made)
+        between = self._body.items[0 if maker is None else maker + 1 : index]
+        ran = [other for each in between if (other := self._body.line(each)) is not None]
+        second = second_name(line, name, made, ran)
         if second is None or self.is_live(second.name, index):
             return None
         return live[0], second

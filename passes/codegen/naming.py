@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from torch import fx, nn
@@ -133,24 +134,26 @@ def name_of_filled(node: fx.Node, line: Line | None) -> str | None:
 
 
 def outer_name(node: fx.Node, depth: int) -> str | None:
-    """Returns the name assigned by a line that called the function in which the value was made.
+    """Returns the name assigned by a line that called the function in which the value was made, if any."""
+    return next(outer_names(node, depth), None)
 
-    There is none where another line of that function, or of one in between, goes on with the value.
+
+def outer_names(node: fx.Node, depth: int) -> Iterator[str]:
+    """Yields the names assigned by lines that called the function in which the value was made, inner first.
+
+    There are none where another line of that function, or of one in between, goes on with the value.
     """
     line, calls = line_at(node, depth), module_calls(node)[:depth]
     if line is None or returns_a_list(line.code) or appended_list(line.code) is not None:
-        return None
+        return
     readers = [line_at(u, depth) for u in node.users if module_calls(u)[:depth] == calls]
     chains = [reader.chain for reader in readers if reader is not None]
     for place in reversed(range(len(line.outer))):
-        if any(chain[: place + 1] == line.outer[: place + 1] for chain in chains):
-            return None
         names = line.outer[place].assigned
-        if len(names) == 1 and names[0] != "_":
-            return names[0]
-        if names:
-            return None
-    return None
+        goes_on = any(chain[: place + 1] == line.outer[: place + 1] for chain in chains)
+        if goes_on or len(names) > 1 or names == ("_",):
+            return
+        yield from names
 
 
 def list_returned(line: Line) -> str | None:

@@ -47,7 +47,9 @@ def _functions(file: str) -> tuple[ast.FunctionDef, ...]:
 
 def _following(function: ast.FunctionDef, number: int, name: str) -> list[_Event]:
     """Lists what is done with a name after this line, in order."""
-    events = sorted(event for node in ast.walk(function) if (event := _event(node, name)) is not None)
+    others = _other_branches(function, number)
+    found = (event for node in ast.walk(function) if (event := _event(node, name)) is not None)
+    events = sorted(event for event in found if not any(event[0] in branch for branch in others))
     loops = [node for node in ast.walk(function) if isinstance(node, _LOOPS)]
     around = [loop for loop in loops if loop.lineno <= number <= (loop.end_lineno or 0)]
     behind = [event for event in events if event[0] > number]
@@ -58,6 +60,21 @@ def _following(function: ast.FunctionDef, number: int, name: str) -> list[_Event
     rest = [event for event in behind if event[0] <= end]
     again = [event for event in events if inner.lineno <= event[0] <= number]
     return [*rest, *again, *(event for event in behind if event[0] > end)]
+
+
+def _other_branches(function: ast.FunctionDef, number: int) -> list[range]:
+    """Returns the lines of branches of an `if` that are not run where this line is."""
+    found = []
+    for node in ast.walk(function):
+        if isinstance(node, ast.If):
+            branches = [_lines(body) for body in (node.body, node.orelse) if body]
+            if any(number in branch for branch in branches):
+                found += [branch for branch in branches if number not in branch]
+    return found
+
+
+def _lines(body: list[ast.stmt]) -> range:
+    return range(body[0].lineno, (body[-1].end_lineno or body[-1].lineno) + 1)
 
 
 def _event(node: ast.AST, name: str) -> _Event | None:

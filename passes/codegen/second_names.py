@@ -38,39 +38,55 @@ class SecondName:
         return is_between and self.name not in words and old not in targets
 
 
-def second_name(at: Line, name: str, made: Line | None) -> SecondName | None:
+def second_name(at: Line, name: str, made: Line | None, ran: Sequence[Line]) -> SecondName | None:
     """Finds what else the author calls the value of this name, where `at` gives the name to another value.
 
-    `made` is the line that the value comes from, or None for an argument.
+    `made` is the line that the value comes from, or None for an argument. `ran` are the lines between that
+    one and `at` that made other values.
     """
     inside = _function_of(at.file, at.number)
     if inside is None:
         return None
-    lines, renamings = inside
+    lines, renamings = inside.lines, inside.renamings
     chain = () if made is None else made.chain
     began = next((o.number for o in reversed(chain) if o.file == at.file and o.number in lines), lines[0])
+    passed = {line.number for run in ran for line in run.chain if line.file == at.file}
+    others = [n for n, assigned in inside.assignments if assigned == name and n in passed]
     for number, new, old in reversed(renamings):
         is_between = number < at.number and not number <= began < at.number
-        if old == name and new != name and is_between:
+        is_another = any(began < other < number for other in others)
+        if old == name and new != name and is_between and not is_another:
             return SecondName(identifier(new), Line(at.file, number, f"{new} = {old}"))
     return None
 
 
-_Renamings = Sequence[tuple[int, str, str]]  # line, new name, old name
+@dataclass(frozen=True, slots=True)
+class _Function:
+    lines: range
+    renamings: Sequence[tuple[int, str, str]]  # line, new name, old name
+    assignments: Sequence[tuple[int, str]]  # line, name
 
 
-def _function_of(file: str, number: int) -> tuple[range, _Renamings] | None:
-    around = [function for function in _functions(file) if number in function[0]]
-    return min(around, key=lambda function: len(function[0]), default=None)
+def _function_of(file: str, number: int) -> _Function | None:
+    around = [function for function in _functions(file) if number in function.lines]
+    return min(around, key=lambda function: len(function.lines), default=None)
 
 
 @functools.lru_cache(maxsize=256)
-def _functions(file: str) -> list[tuple[range, _Renamings]]:
+def _functions(file: str) -> list[_Function]:
     functions = [node for node in ast.walk(parsed(file)) if isinstance(node, ast.FunctionDef)]
-    return [(range(f.lineno, (f.end_lineno or f.lineno) + 1), _renamings(f)) for f in functions]
+    return [
+        _Function(range(f.lineno, (f.end_lineno or f.lineno) + 1), _renamings(f), _assignments(f))
+        for f in functions
+    ]
 
 
-def _renamings(function: ast.FunctionDef) -> _Renamings:
+def _assignments(function: ast.FunctionDef) -> list[tuple[int, str]]:
+    names = (node for node in ast.walk(function) if isinstance(node, ast.Name))
+    return sorted((name.lineno, name.id) for name in names if isinstance(name.ctx, ast.Store))
+
+
+def _renamings(function: ast.FunctionDef) -> list[tuple[int, str, str]]:
     found = []
     for node in ast.walk(function):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and len(node.targets) == 1:

@@ -11,7 +11,7 @@ _SEVERAL = (ast.List, ast.Dict, ast.Set, ast.Tuple, ast.ListComp, ast.DictComp, 
 
 
 def assigned_names(code: str) -> tuple[str, ...]:
-    """Returns the names that a statement assigns: "q, k = f(x)" -> ("q", "k").
+    """Returns the names that a statement assigns: "q, k = f(x)" -> ("q", "k"), "self.h = f(x)" -> ("h",).
 
     There are none in other statements, for the name of a list or a dict, and on a line of several statements:
     a traced node does not say which of them it is from.
@@ -26,10 +26,17 @@ def assigned_names(code: str) -> tuple[str, ...]:
     else:
         return ()
     targets = target.elts if isinstance(target, ast.Tuple) else [target]
-    if not any(isinstance(name, ast.Name) for name in targets):
+    found = tuple(map(_name_of_target, targets))
+    if not any(found):
         return ()
-    found = tuple(name.id if isinstance(name, ast.Name) else "" for name in targets)
     return tuple(identifier(name) if name not in ("", "_") else "_" for name in found)
+
+
+def _name_of_target(target: ast.expr) -> str:
+    """Returns a name, or that of an attribute of the module; "" for an element and the like."""
+    if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self":
+        return target.attr.strip("_")
+    return target.id if isinstance(target, ast.Name) else ""
 
 
 def state_names(code: str) -> tuple[str, ...]:
@@ -42,7 +49,7 @@ def state_names(code: str) -> tuple[str, ...]:
     if not isinstance(target, ast.Tuple):
         return ()
     flat = [inner for part in target.elts for inner in (part.elts if isinstance(part, ast.Tuple) else [part])]
-    names = [name.id if isinstance(name, ast.Name) else "_" for name in flat]
+    names = [_name_of_target(name) or "_" for name in flat]
     return tuple(name if name == "_" else identifier(name) for name in names)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from traceback import FrameSummary, StackSummary
@@ -25,7 +26,8 @@ _OF_ATTENTION = {"multi_head_attention_forward", "_in_projection_packed", "_in_p
 def record_helper_frames() -> Iterator[None]:
     """Keeps frames of functions in stack traces, if they come after a forward and lie beside its file.
 
-    After the last forward, frames of its whole package are kept. So are those of a loss outside the model.
+    After the last forward, frames of its whole package are kept, and those of other folders of a repository
+    that is not installed. So are those of a loss outside the model.
     """
     plain = TracerBase._filter_traceback_frames
 
@@ -74,7 +76,21 @@ def _folder_and_package(file: str) -> tuple[str, str]:
 
 @functools.cache
 def _package(folder: str) -> str:
-    """Returns the outermost folder of the package that a folder belongs to, or the folder itself."""
+    """Returns the folder that holds all of an author's code: a repository's own, or a package's.
+
+    A repository's is the one from which Python imports it (`models/attention.py` and `utils/masking.py` lie
+    in two of its folders). A package's is the outermost one with an `__init__.py`, or the folder itself.
+    """
+    places = [
+        path for path in map(os.path.abspath, sys.path) if f"{folder}{os.sep}".startswith(path + os.sep)
+    ]
+    root = max(places, key=len, default="")
+    if root and not _has_installed_packages(root):
+        return root
     while os.path.exists(os.path.join(os.path.dirname(folder), "__init__.py")):
         folder = os.path.dirname(folder)
     return folder
+
+
+def _has_installed_packages(folder: str) -> bool:
+    return any(name.endswith(".dist-info") for name in os.listdir(folder))
