@@ -42,7 +42,15 @@ class Recurrent(Plain):
         return result
 
 
-@pytest.mark.parametrize("kind", [Counting, Recurrent, Normed])
+class Answering(Plain):
+    """Returns what it found before the loss."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        found = self.second(self.first(x))
+        return found, found.square().mean()
+
+
+@pytest.mark.parametrize("kind", [Counting, Recurrent, Normed, Answering])
 def test_a_users_model_trains_as_in_one_process(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model = kind().double()

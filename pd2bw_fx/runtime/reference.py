@@ -153,9 +153,13 @@ def _loss(model: nn.Module, batch: Any, loss_fn: Callable[..., Tensor] | None) -
     if isinstance(output, Mapping):
         output = output["loss"]
     elif isinstance(output, tuple | list):
-        output = output[0]
+        output = next((entry for entry in output if _may_be_a_loss(entry)), output[0])
     assert isinstance(output, Tensor)
     return output
+
+
+def _may_be_a_loss(entry: Any) -> bool:
+    return isinstance(entry, Tensor) and entry.numel() == 1 and entry.requires_grad
 
 
 def _merged(newest: nn.Module, forwarded: nn.Module) -> dict[str, Tensor]:
