@@ -17,7 +17,8 @@ from torch import Tensor
 from pd2bw_fx.batch import Microbatches
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.runtime.job import Job
-from pd2bw_fx.runtime.loss import Means, NumberPost
+from pd2bw_fx.runtime.loss import Means
+from pd2bw_fx.runtime.number_post import NumberPost
 from pd2bw_fx.runtime.same_batches import sampled_digests
 
 
