@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ from pd2bw_fx.problem import Problem
 
 from .arrange import CHUNKS, arrange, requested_shape, shape_again, share_out
 from .check_given_plan import check_given_plan
-from .partition import Deadline
+from .partition import Deadline, NothingFaster
 from .schedule import BaPipe, Placing, method_of
 from .solver import check_solver
 
@@ -150,44 +149,79 @@ class PlanRequest:
         )
 
     def _of_any_number(self, problem: Problem) -> tuple[Plan, Shape]:
-        """Returns the fastest plan over all numbers of stages, which share the time limit equally.
+        """Returns the fastest plan over all numbers of stages, which share the time limit.
 
         The fastest plan takes least for a microbatch, with filling and draining shared out over those of an
         update. An update has as many microbatches as it would have if that number of stages were asked for.
-        Ctrl-C ends all of it. The bound is 0 where some number of stages had no time to find a plan.
+        Ctrl-C ends all of it. The bound is 0 where the time was too short for some number of stages.
         """
         started_s, deadline = time.perf_counter(), Deadline(self.time_limit_s)
         best: tuple[Plan, Shape] | None = None
-        bound_s = math.inf
+        bounds_s: dict[int, float] = {}
         reason: InputError | InfeasibleError | SolverError | None = None
         is_round = method_of(self._method).placing is Placing.ROUND
         on_each = (self.chunks or CHUNKS) if is_round else 1
         for number in range(len(self.cluster), 0, -1):
             if deadline.is_stopped and best is not None:
-                bound_s = 0.0
+                bounds_s[number * on_each] = 0.0
                 break
-            share = Deadline(deadline.left_s / number, within=deadline)
+            # Some time is left for the question whether the numbers that are still open are any faster.
+            rounds = 1 if best is None or best[0].drains else 3
+            share = Deadline(deadline.left_s / (rounds * number), within=deadline)
             try:
                 found = self._arranged(problem, number * on_each, share)
             except (InputError, InfeasibleError) as error:  # of the method, or the memory
                 reason = reason or error
                 continue
             except SolverError as error:  # of the time: a plan of this number may be the fastest
-                reason, bound_s = reason or error, 0.0
+                reason, bounds_s[number * on_each] = reason or error, 0.0
                 continue
-            bound_s = min(bound_s, found[0].bound_s)
+            bounds_s[number * on_each] = found[0].bound_s
             if best is None or _microbatch_s(found[0]) < _microbatch_s(best[0]):
                 best = found
         if best is None:
             assert reason is not None
             raise reason
-        plan = replace(best[0], planning_s=time.perf_counter() - started_s)
-        if plan.drains:
-            return plan, best[1]  # another number may have a faster slowest stage, but longer updates
-        return replace(plan, bound_s=min(bound_s, plan.bottleneck_s), bound_of_any=True), best[1]
+        if best[0].drains:  # another number may have a faster slowest stage, but longer updates
+            return replace(best[0], planning_s=time.perf_counter() - started_s), best[1]
+        (plan, shape), bound_s = self._proven(problem, best, bounds_s, deadline)
+        planning_s = time.perf_counter() - started_s
+        bound_s = min(bound_s, plan.bottleneck_s)
+        return replace(plan, planning_s=planning_s, bound_s=bound_s, bound_of_any=True), shape
 
-    def _arranged(self, problem: Problem, num_stages: int | None, deadline: Deadline) -> tuple[Plan, Shape]:
-        options = self._options(deadline)
+    def _proven(
+        self, problem: Problem, best: tuple[Plan, Shape], bounds_s: dict[int, float], deadline: Deadline
+    ) -> tuple[tuple[Plan, Shape], float]:
+        """Returns the best plan, and a bound on the plans of all numbers of stages, whose own are given.
+
+        A number whose bound is lower than the best plan is asked for a faster one. Mostly there is none. That
+        is known far sooner than how fast a plan of that number can be.
+        """
+        bounds_s = dict(bounds_s)
+        for left, number in zip(range(len(bounds_s), 0, -1), sorted(bounds_s), strict=True):
+            fastest_s = best[0].bottleneck_s
+            if deadline.left_s == 0 or bounds_s[number] >= fastest_s * (1 - self.max_gap):
+                continue
+            share = Deadline(deadline.left_s / left, within=deadline)
+            try:
+                best = self._arranged(problem, number, share, faster_than_s=fastest_s)
+                proven_s = best[0].bound_s
+            except NothingFaster as nothing:
+                proven_s = nothing.bound_s
+            except SolverError:
+                continue
+            bounds_s[number] = max(bounds_s[number], proven_s)
+        return best, min(bounds_s.values())
+
+    def _arranged(
+        self,
+        problem: Problem,
+        num_stages: int | None,
+        deadline: Deadline,
+        *,
+        faster_than_s: float | None = None,
+    ) -> tuple[Plan, Shape]:
+        options = self._options(deadline) | {"faster_than_s": faster_than_s}
         shape = self._shape(num_stages)
         return arrange(problem, self.cluster, self._method, shape, options=options, **self.planning_options)
 

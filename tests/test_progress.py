@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,12 +95,12 @@ def test_ctrl_c_in_the_middle_of_a_search_gives_a_plan_that_states_its_gap() -> 
 ALIKE = Cluster.uniform(3, memory_bytes=10**9, bytes_per_s=10.0, latency_s=0.1)
 
 
-def requested(**changes: Any) -> Plan:
+def requested(problem: Problem | None = None, **changes: Any) -> Plan:
     names = PlanRequest.__dataclass_fields__
     left_out = dict.fromkeys(names) | {"memory_model": MemoryModel(), "recompute": False, "solver": "highs"}
     numbers = {"max_gap": 1e-4, "time_limit_s": 60.0, "cluster": ALIKE}
     request = PlanRequest(**left_out | numbers | changes)
-    return request.plan_and_shape(drawn(3))[0]
+    return request.plan_and_shape(problem or drawn(3))[0]
 
 
 MANY_SEARCHES = {
@@ -159,6 +160,35 @@ def test_a_number_of_stages_without_a_plan_in_time_leaves_nothing_proven(
     monkeypatch.setattr(plan_request, "arrange", arranged)
 
     assert requested(num_stages="auto", max_gap=0.1).bound_s == 0
+
+
+@pytest.mark.parametrize("first", ["nothing is proven", "no plan in time"])
+@pytest.mark.parametrize("least", [1, 2, 3])  # of the numbers of stages that are open
+def test_numbers_of_stages_that_are_open_are_asked_for_a_faster_plan_than_the_best(
+    first: str, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = tuple(Block(f"b{v}", (f"b{v}",), (1.0 + v % 3,) * 3, (0.0,) * 3) for v in range(9))
+    row = Problem(blocks, tuple(Value(f"v{v}", f"b{v}", (f"b{v + 1}",), 10) for v in range(8)), {})
+    rates = ((10.0, 10.0, 1.0), (10.0, 10.0, 1.0), (1.0, 1.0, 1.0))  # the third device is far away
+    cluster = Cluster(ALIKE.devices, rates, ALIKE.latency_s)
+    fastest_s = min(requested(row, num_stages=n, cluster=cluster).bottleneck_s for n in (1, 2, 3))
+    arrange = plan_request.arrange
+
+    def arranged(problem: Problem, cluster: Cluster, method: str, shape: Shape, **options: Any) -> Any:
+        plan, shape = arrange(problem, cluster, method, shape, **options)
+        if options["options"]["faster_than_s"] is None and shape.num_stages >= least:
+            if first == "no plan in time" and shape.num_stages < 3:
+                raise SolverError("the time limit passed")
+            plan = replace(plan, bound_s=0.0)
+        return plan, shape
+
+    monkeypatch.setattr(plan_request, "arrange", arranged)
+
+    plan = requested(row, num_stages="auto", cluster=cluster)
+
+    assert plan.num_stages == 2
+    assert plan.bottleneck_s == pytest.approx(fastest_s)
+    assert fastest_s * (1 - 1e-4) <= plan.bound_s <= fastest_s
 
 
 def test_ctrl_c_before_there_is_any_plan_gives_a_first_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ real rules, and is evaluated again. The modules of `bounds/` say what they relax
 
 from .baselines import Baseline, baselines
 from .check import check_plan
-from .choices import Deadline
+from .choices import Deadline, NothingFaster
 from .constrain import capped, devices_meant
 from .explain import explain
 from .instance import evaluate
@@ -50,6 +50,7 @@ __all__ = [
     "METHODS",
     "Baseline",
     "Deadline",
+    "NothingFaster",
     "Placement",
     "baselines",
     "capped",

@@ -28,6 +28,14 @@ class SearchResult:
     bound_s: float
 
 
+class NothingFaster(Exception):
+    """Raised where no plan faster than a given one was found. No plan at all is faster than `bound_s`."""
+
+    def __init__(self, bound_s: float) -> None:
+        super().__init__(f"nothing faster was found; no plan is faster than {bound_s} s")
+        self.bound_s = bound_s
+
+
 class Answer(NamedTuple):
     """What is known about a target: an assignment within it, on one of the choices, or that there is none.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from pd2bw_fx.arguments import plain, require_choice, require_search, require_whole_number
 from pd2bw_fx.cluster import Cluster
@@ -24,7 +24,7 @@ from .memory_kept import METHODS, kept_by
 from .planning import plan_of, proven_for
 from .reader import check_problem
 from .request import Keeping, SearchRequest
-from .search.search_with_routes import search_with_routes
+from .search.search_with_routes import search_faster_with_routes, search_with_routes
 
 
 def partition(
@@ -45,6 +45,7 @@ def partition(
     kept: Keeping | None = None,
     order: Sequence[int] | None = None,
     within: Deadline | None = None,
+    faster_than_s: float | None = None,
 ) -> Plan:
     """Returns the plan whose slowest stage is fastest, among those that fit in every device's memory.
 
@@ -63,6 +64,8 @@ def partition(
       method keeps at each of them.
     - `order`: the device of each stage, where the method fixes it; otherwise every order is tried.
     - `within`: the deadline of a call that plans several times; Ctrl-C stops both.
+    - `faster_than_s`: only a plan with a faster slowest stage is looked for, which takes far less time where
+      there is none. NothingFaster is raised then.
 
     Raises InputError for a problem or an argument that makes no sense, InfeasibleError where no assignment
     fits in memory, SolverError where the solver is missing or time ran out before the first plan.
@@ -88,7 +91,12 @@ def partition(
     )
     orders = request.orders()
     choices = request.choices(orders)
-    found = search_with_routes(choices, solver=solver, max_gap=max_gap, deadline=deadline, report=progress)
+    given: dict[str, Any] = {"solver": solver, "max_gap": max_gap, "deadline": deadline, "report": progress}
+    found = (
+        search_with_routes(choices, **given)
+        if faster_than_s is None
+        else search_faster_with_routes(choices, faster_than_s, **given)
+    )
     if found is None:
         raise infeasible_error(request, choices, orders, solver=solver, within=within)
     plan = plan_of(
