@@ -50,6 +50,30 @@ def test_what_leaves_a_call_beside_its_result_is_not_called_as_the_result_is() -
     assert "out, logits, logits_2 = self.body(x)" in source
 
 
+class _Rotation(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        angles = x.double().cumsum(-1)
+        cos, sin = angles.cos(), angles.sin()
+        return cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)
+
+
+class _Rotated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotation, self.out = _Rotation(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        position_embeddings = self.rotation(x)
+        return (self.out(x) * position_embeddings[0] + x * position_embeddings[1]).mean()
+
+
+def test_results_that_are_cast_as_they_are_returned_keep_their_names() -> None:
+    source = split(_Rotated(), torch.randn(4, 8), cluster=1, costs="analytic").stages[0].source
+
+    assert "return cos.to(torch.float32), sin.to(torch.float32)" in source
+    assert "cos, sin = self.rotation(x)" in source
+
+
 class _Skipping(nn.Module):
     class Layer(nn.Module):
         def __init__(self) -> None:

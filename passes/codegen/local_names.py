@@ -122,6 +122,11 @@ class LocalNames:
         outer = outer_names(result, self._body.scope.depth)
         return next((other for other in outer if other != name and not self.is_live(other, index)), None)
 
+    def of_inline(self, result: fx.Node) -> str:
+        """Returns "cos" for what `cos.to(dtype)` makes in `return cos.to(dtype), sin.to(dtype)`."""
+        item = self._body.items[self._folding.maker[result]]
+        return self._handed_on_name(item) or result_name(item, result)
+
     def of_what_they_become(self, elements: Mapping[int, fx.Node | None]) -> dict[fx.Node, str]:
         """Returns the author's names for what each element alone is made into, if they all differ.
 

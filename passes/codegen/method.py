@@ -111,11 +111,9 @@ class _Draft:
 
     def names_given(self) -> dict[fx.Node, str]:
         """Returns the names of what the body returns, also of what is written in `return f(x), g(x)`."""
-        bound, folding = self.names.bound, self.folding
+        bound = self.names.bound
         several = self.body.gives if len(self.body.gives) > 1 else ()
-        inline = {
-            n: result_name(self.body.items[folding.maker[n]], n) for n in several if n in folding.folded
-        }
+        inline = {n: self.names.of_inline(n) for n in several if n in self.folding.folded}
         return inline | {node: bound[node] for node in self.body.gives if node in bound}
 
     def _arguments(self) -> list[str]:
