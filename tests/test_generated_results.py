@@ -74,6 +74,29 @@ def test_results_that_are_cast_as_they_are_returned_keep_their_names() -> None:
     assert "cos, sin = self.rotation(x)" in source
 
 
+def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+    logits = logits.double()
+    logits = logits.view(-1, 8)
+    return nn.functional.cross_entropy(logits, targets.flatten())
+
+
+class _Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(x)
+        return _loss(logits, targets), logits
+
+
+def test_a_value_whose_name_is_taken_until_later_gets_no_line_of_its_own() -> None:
+    inputs = torch.randn(2, 4, 8), torch.randint(8, (2, 4))
+    source = split(_Classifier(), inputs, cluster=1, costs="analytic").stages[0].source
+
+    assert "loss = F.cross_entropy(logits.double().view(-1, 8), targets.flatten())" in source
+
+
 class _Skipping(nn.Module):
     class Layer(nn.Module):
         def __init__(self) -> None:

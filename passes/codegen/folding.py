@@ -12,7 +12,9 @@ from .body import Body, is_second_name
 from .layer_calls import call_arguments
 from .limits import is_asked_for_a_limit
 from .naming import operator_name, place_in_mask
+from .put_away import name_in_list
 from .scopes import Line, Scope
+from .second_names import second_name
 from .stage_tree import occurrences
 from .statements import appended_list, parsed_statement, returns_a_list, sums_over
 
@@ -35,6 +37,7 @@ class Folding:
         self.maker = {result: index for index, made in enumerate(self.results) for result in made}
         self.users = self._users(size_readers)
         self.folded: set[fx.Node] = set()
+        self._named: dict[str, list[fx.Node]] | None = None  # the author's name -> values, once it is asked
         self._fold()
 
     def is_folded(self, index: int) -> bool:
@@ -135,7 +138,7 @@ class Folding:
 
     def _may_fold(self, index: int, item: fx.Node | Scope, result: fx.Node) -> bool:
         users = self.users.get(result, [])
-        if len(users) != 1 or result in self.kept or self.body.author_name(item, result):
+        if len(users) != 1 or result in self.kept or self._has_its_name(index, item, result):
             return False
         if self.body.elements(item) is not None:
             return False
@@ -158,6 +161,34 @@ class Folding:
         if self._is_place(item) and not self._is_place(reading):
             return False  # the rows and columns of a mask are worth a name
         return self.body.region(item) == self.body.region(reading)
+
+    def _has_its_name(self, index: int, item: fx.Node | Scope, result: fx.Node) -> bool:
+        """Whether a line for the item would begin with the author's name for its result.
+
+        In `loss = self.loss(logits, y)` with `logits = logits.float()`, it would not where the first logits
+        are read later, as in `return loss, logits`.
+        """
+        name, line = self.body.author_name(item, result), self.body.line(item)
+        if name is None or line is None or self.body.is_of_rounds(item):
+            return name is not None
+        reader = self.users[result][0]
+        for made in self._bearers(name):
+            at = self.maker.get(made, -1)
+            if at < index and max(self.users.get(made, [-1])) > reader:
+                made_at = None if at < 0 else self.body.line(self.items[at])
+                is_put_away = made_at is not None and name_in_list(made_at, name) is not None
+                return is_put_away or second_name(line, name, made_at) is not None
+        return True
+
+    def _bearers(self, name: str) -> list[fx.Node]:
+        """Lists the values to which the author gives this name in the body."""
+        if self._named is None:
+            self._named = {}
+            for item, results in zip(self.items, self.results, strict=True):
+                own = self.body.author_name(item, results[0]) if len(results) == 1 else None
+                if own is not None:
+                    self._named.setdefault(own, []).append(results[0])
+        return self._named.get(name, [])
 
     def _is_made_to_be_returned(self, item: fx.Node | Scope) -> bool:
         """Whether an item is an operand of the author's `return f(x), g(x)`, in an inner module's forward."""
