@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ class Body:
         self.symbols = tree.symbols(scope)
         self.gives = tree.gives(scope)
         self.normalized: dict[fx.Node, list[fx.Node]] = {}  # last operator -> all of them
+        self._depth_of_calls = 0 if scope.call is None else len(scope.call.line.chain)
         self._author_names: dict[tuple[int, fx.Node], str | None] = {}
         self.items = self._items()
         self._operands = {id(item): self._read_by(item) for item in self.items}
@@ -87,7 +89,12 @@ class Body:
 
     def line(self, item: fx.Node | Scope) -> Line | None:
         if not isinstance(item, Scope):
-            return line_at(item, self.scope.depth)
+            line = line_at(item, self.scope.depth)
+            if line is None or not self._depth_of_calls:
+                return line
+            return replace(line, outer=line.outer[self._depth_of_calls :])
+        if item.call is not None:
+            return item.call.line
         line = line_at(next(item.nodes), self.scope.depth)
         return line if line is None or item.function is None else line.of_the_forward
 
@@ -200,8 +207,12 @@ class Body:
             return None  # the name stands for the whole tuple
         if not names:
             named = self._name_by_place(item) or name_of_filled(result, line)
-            return named or outer_name(result, self.scope.depth)
-        return names[0] if names[0] != "_" and is_final(result, self.scope.depth) else None
+            return named or outer_name(result, self.scope.depth, self._depth_of_calls)
+        return names[0] if names[0] != "_" and self._is_final(item, result) else None
+
+    def _is_final(self, item: fx.Node | Scope, result: fx.Node) -> bool:
+        call = item.call if isinstance(item, Scope) else None
+        return is_final(result, self.scope.depth, None if call is None else call.line)
 
     def names_together(self, item: fx.Node | Scope) -> tuple[str, ...]:
         """Returns the names that the author's statement assigns one by one, if the item makes one of them."""
@@ -243,7 +254,7 @@ class Body:
         if len(results) != 1 or line is None:
             return False
         if line.chain == chain:
-            return is_final(results[0], self.scope.depth)
+            return self._is_final(item, results[0])
         return not any(results[0] in self.operands_of(other) for other in group)
 
     def is_element(self, item: fx.Node | Scope) -> bool:

@@ -149,7 +149,7 @@ class Folding:
             if len(self.body.gives) > 1 and not is_second_name(item):
                 return self._is_made_to_be_returned(item)
             return is_second_name(item) or index == self.end - 1
-        if isinstance(item, Scope) and item.function is not None:
+        if isinstance(item, Scope) and item.function is not None and item.call is None:
             return False
         reading = self.items[reader]
         if self._is_of_a_loop(item, reading) or self._is_of_a_sum(item, reading):

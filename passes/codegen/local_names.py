@@ -65,7 +65,7 @@ class LocalNames:
 
     def of_result(self, index: int, item: fx.Node | Scope, result: fx.Node) -> str:
         """Returns a name that is free at the item's place: the author's, if that is free."""
-        if isinstance(item, Scope) and item.function is not None:
+        if isinstance(item, Scope) and item.function is not None and item.call is None:
             own = item.function  # unless it makes other things too
             if len(self._body.results(item)) > 1:
                 own = name_within(self._body.tree, result, item.depth) or result_name(result, result)
@@ -80,7 +80,7 @@ class LocalNames:
         port = self.port_name(result)
         wanted = None if result.name in self._body.tree.stage.model_outputs else port
         wanted = wanted or self._body.author_name(item, result) or self._inner_name(item, result)
-        if wanted is None and self._body.gives == [result]:
+        if wanted is None and self._body.gives == [result] and self._body.scope.call is None:
             wanted = self._body.scope.function  # the result of a helper function
         wanted = wanted or self._handed_on_name(item)
         if wanted is None and port is not None and not port.startswith("output"):
@@ -177,6 +177,8 @@ class LocalNames:
         """
         if not isinstance(item, Scope) or item.is_of_a_map:
             return None
+        if item.call is not None:  # the names of its line are for what is made of the result, if it has none
+            return name_within(self._body.tree, result, item.depth)
         line = self._body.line(item)
         targets = line.assigned if line is not None else ()
         place = item.result(result).place

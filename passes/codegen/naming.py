@@ -106,13 +106,16 @@ def _is_operator(node: fx.Node, name: str) -> bool:
     return node.op == "call_function" and operator_name(node) == name
 
 
-def is_final(node: fx.Node, depth: int) -> bool:
+def is_final(node: fx.Node, depth: int, called_at: Line | None = None) -> bool:
     """Whether a value is what its author's statement is for, rather than an inner part of it.
+
+    `called_at` is the line of the statement that calls the function in which the value is made, if that is
+    meant.
 
     In a loop, the next round reads the value on the same line. Then it is the statement's own if the
     statement reads what it assigns, and the value comes from its outermost operation.
     """
-    line, calls = line_at(node, depth), module_calls(node)[:depth]
+    line, calls = called_at or line_at(node, depth), module_calls(node)[:depth]
     if line is None:
         return True
     chain = line.chain
@@ -121,6 +124,8 @@ def is_final(node: fx.Node, depth: int) -> bool:
     beside = [reader for reader in readers if reader is not None and reader.chain[: len(chain)] == chain]
     if not beside:
         return True
+    if called_at is not None:
+        return False
     if len(module_calls(node)) > depth:
         return is_outermost_call(line.code, module_calls(node)[depth][1])
     return is_outermost_operator(line.code, node)
@@ -133,14 +138,15 @@ def name_of_filled(node: fx.Node, line: Line | None) -> str | None:
     return filled_name(line.code)
 
 
-def outer_name(node: fx.Node, depth: int) -> str | None:
+def outer_name(node: fx.Node, depth: int, within: int = 0) -> str | None:
     """Returns the name assigned by a line that called the function in which the value was made, if any."""
-    return next(outer_names(node, depth), None)
+    return next(outer_names(node, depth, within), None)
 
 
-def outer_names(node: fx.Node, depth: int) -> Iterator[str]:
+def outer_names(node: fx.Node, depth: int, within: int = 0) -> Iterator[str]:
     """Yields the names assigned by lines that called the function in which the value was made, inner first.
 
+    Of the lines that led to the value, the first ones up to `within` are left out.
     There are none where another line of that function, or of one in between, goes on with the value.
     """
     line, calls = line_at(node, depth), module_calls(node)[:depth]
@@ -148,7 +154,7 @@ def outer_names(node: fx.Node, depth: int) -> Iterator[str]:
         return
     readers = [line_at(u, depth) for u in node.users if module_calls(u)[:depth] == calls]
     chains = [reader.chain for reader in readers if reader is not None]
-    for place in reversed(range(len(line.outer))):
+    for place in reversed(range(within, len(line.outer))):
         names = line.outer[place].assigned
         goes_on = any(chain[: place + 1] == line.outer[: place + 1] for chain in chains)
         if goes_on or len(names) > 1 or names == ("_",):
@@ -233,6 +239,15 @@ def state_name(tree: StageTree, node: fx.Node) -> str | None:
 
 def argument_name(tree: StageTree, scope: Scope, node: fx.Node) -> str:
     """Returns what a body calls a value that it is given."""
+    if scope.call is None:
+        return _argument_name(tree, scope, node)
+    if len(tree.reads(scope)) == 1:
+        return identifier(scope.call.first)
+    own = _argument_name(tree, scope, node)
+    return identifier(scope.call.given_as.get(own, own))
+
+
+def _argument_name(tree: StageTree, scope: Scope, node: fx.Node) -> str:
     if node.op == "placeholder" and not scope.path:
         return identifier(node.name)
     if own := scope.argument(node).name:
@@ -250,7 +265,7 @@ def argument_name(tree: StageTree, scope: Scope, node: fx.Node) -> str:
     if _is_link(node):
         return "hidden"
     source = hands_on(node)
-    return result_name(node, node) if source is None else argument_name(tree, scope, source)
+    return result_name(node, node) if source is None else _argument_name(tree, scope, source)
 
 
 def name_where_made(tree: StageTree, node: fx.Node, depth: int) -> str | None:
@@ -273,7 +288,7 @@ def _is_link(node: fx.Node) -> bool:
 
 
 def result_name(item: fx.Node | Scope, result: fx.Node) -> str:
-    if isinstance(item, Scope):
+    if isinstance(item, Scope) and item.call is None:
         last = item.path.rpartition(".")[2]
         return identifier(last if not last.isdigit() else _in_lower_case(item.type_name))
     if result.op == "get_attr":

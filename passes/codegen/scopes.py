@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx, nn
@@ -38,6 +38,7 @@ class Line:
     number: int
     code: str
     outer: tuple[Line, ...] = ()
+    function: str = field(default="", compare=False)  # in which the line is
 
     @property
     def chain(self) -> tuple[Line, ...]:
@@ -86,12 +87,24 @@ class Passed:
     number: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class AuthorCall:
+    """A call of a function of the author's: the line that it stands on, and the function's first parameter.
+
+    `given_as` maps names on the line to the parameters that their values are given as.
+    """
+
+    line: Line
+    first: str
+    given_as: Mapping[str, str]
+
+
 @dataclass(slots=True)
 class Scope:
-    """One call of a module, or a preamble that is made a function of its own (`function` is its name).
+    """One call of a module, or a function of its own in the stage (`function` is its name).
 
-    `items` are operators and inner calls in program order. `depth` counts modules from the root, whose depth
-    is 0.
+    A function is a preamble, or one of the author's; then `call` is where the author calls it. `items` are
+    operators and inner calls in program order. `depth` counts modules from the root, whose depth is 0.
     """
 
     path: str
@@ -100,6 +113,7 @@ class Scope:
     depth: int
     items: list[fx.Node | Scope] = field(default_factory=list)
     function: str | None = None
+    call: AuthorCall | None = None
 
     @property
     def nodes(self) -> Iterator[fx.Node]:
@@ -222,7 +236,7 @@ def _frames(trace: str) -> tuple[Line, ...]:
     for file, number, name, code in _FRAME.findall(trace):
         is_called = bool(found) and name != "forward" and not file.endswith("torch/__init__.py")
         outer = found[-1].chain if is_called else ()
-        found[-1 if is_called else len(found) :] = [Line(file, int(number), code, outer)]
+        found[-1 if is_called else len(found) :] = [Line(file, int(number), code, outer, name)]
     return tuple(found)
 
 

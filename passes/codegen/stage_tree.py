@@ -17,6 +17,7 @@ from pd2bw_fx.errors import TraceError
 from pd2bw_fx.graph import RETURNED_AT, OperatorGraph, ParameterSpec
 from pd2bw_fx.modes import passes_through_in_evaluation
 
+from .author_functions import separate_calls
 from .calls import (
     copies_a_weight,
     follows_device,
@@ -60,6 +61,7 @@ class StageTree:
         functions = (custom_function(node.target) for node in nodes)
         self.functions = list(dict.fromkeys(f for f in functions if f is not None))  # as first called
         self.root = lift(graph, nodes)
+        separate_calls(graph, self.root)
         for scope in walk(self.root):  # an exported program has no modules where there are no tensors
             self.modules.setdefault(scope.path, nn.Module())
         self._whole_calls = whole_calls(graph)

@@ -44,8 +44,11 @@ def _statement(trace: str) -> ast.stmt | None:
     if found is None:
         return None
     line = Line(found[1], int(found[2]), found[3])
-    if line.module_of_torch is not None:
-        return None
+    return None if line.module_of_torch is not None else statement_at(line)
+
+
+def statement_at(line: Line) -> ast.stmt | None:
+    """Returns the statement of which this is a line."""
     return parsed_statement(line.code) or _statements(line.file).get(line.number)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -40,6 +41,7 @@ class StageWriter:
         self._drafts: dict[str, Draft] = {}  # by path, inner classes first
         self._attributes: dict[str, Attributes] = {}  # by the path of the class
         self._methods: dict[int, str] = {}  # scope -> the method's name in its class
+        self._arguments: dict[tuple[str, int, int], tuple[str, ...]] = {}  # of the author's functions
         self._idle: set[str] = set()  # layers that nobody calls
         for scope in walk(tree.root):
             if scope.function is None and not tree.is_chain(scope):
@@ -180,10 +182,11 @@ class StageWriter:
         return {name: called.get(f"{scope.path}.{name}", idle) for name in names}
 
     def _write_function(self, scope: Scope) -> None:
-        method = write_method(self.tree, scope, self._call_text)
+        base = f"make_{scope.function}" if scope.call is None else identifier(scope.function or "")
+        method = self._helper(scope, base)
         attributes = Attributes(scope.path, self._module_at, self._attributes.get)
         body = tuple(written(rolled_up(method.body, attributes), attributes, 4))
-        base, others = f"make_{scope.function}", set(self.tree.function_names)
+        others = {MAIN, *self.tree.function_names}
         while True:
             name = free_name(base, others)
             head = tuple(signature_lines(name, _annotated(method), _returned(scope, self.tree), 0))
@@ -194,6 +197,15 @@ class StageWriter:
                 self.tree.helper_names[id(scope)] = name
                 return
             others.add(name)
+
+    def _helper(self, scope: Scope, base: str) -> Method:
+        """Writes a helper function; calls of one of the author's share its arguments' names and no shapes."""
+        if scope.call is None:
+            return write_method(self.tree, scope, self._call_text)
+        key = base, len(self.tree.reads(scope)), len(self.tree.symbols(scope))
+        method = write_method(self.tree, scope, self._call_text, self._arguments.get(key, ()))
+        self._arguments.setdefault(key, method.arguments)
+        return replace(method, body=tuple(replace(line, shape=()) for line in method.body))
 
     def _call_text(self, caller: Scope, item: Scope, arguments: list[str]) -> str:
         joined = ", ".join(arguments)

@@ -1,0 +1,133 @@
+"""Functions of the author's that a forward calls more than once are functions of the stage too."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from pd2bw_fx import split
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    x1, x2 = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    return torch.cat((-x2, x1), dim=-1)
+
+
+def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    q_embed = (q * cos) + (rotate_half(q) * sin)
+    k_embed = (k * cos) + (rotate_half(k) * sin)
+    return q_embed, k_embed
+
+
+def scaled(x: Tensor, factor: float) -> Tensor:
+    y = x.tanh() * factor
+    return y.cos() + x
+
+
+def noisy(x: Tensor) -> Tensor:
+    y = x * torch.rand_like(x)
+    return y.cos().tanh()
+
+
+class _Attention(nn.Module):
+    """Queries of more heads than the keys have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(8, 16), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q = self.q(x).view(batch, length, 4, 4).transpose(1, 2)
+        k = self.k(x).view(batch, length, 2, 4).transpose(1, 2)
+        angles = torch.arange(length, device=x.device)[:, None] * torch.ones(4, device=x.device)
+        q, k = rotated(q, k, angles.cos(), angles.sin())
+        return (q.mean(1) @ k.mean(1).mT).mean()
+
+
+def _source(model: nn.Module, *inputs: Tensor) -> str:
+    pipe = split(model, inputs, cluster=1, costs="analytic")
+    assert pipe.verify().exact
+    return pipe.stages[0].source
+
+
+def test_a_function_that_is_called_twice_is_written_once_and_called_twice() -> None:
+    source = _source(_Attention(), torch.randn(3, 5, 8))
+
+    assert source.count("def rotate_half(x: Tensor) -> Tensor:") == 1
+    assert "    return torch.cat([-x2, x1], dim=-1)" in source
+    assert "        q_embed = q * cos + rotate_half(q) * sin" in source
+    assert "        k_embed = k * cos + rotate_half(k) * sin" in source
+
+
+def norm_of(vectors: Tensor) -> Tensor:
+    squares = vectors.pow(2).sum(-1, keepdim=True)
+    norm = squares.pow(0.5)
+    return norm
+
+
+class _Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.images, self.words = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        embeddings_of_the_pictures, words = self.images(x), self.words(x)
+        embeddings_of_the_pictures = embeddings_of_the_pictures / norm_of(embeddings_of_the_pictures)
+        words = words / norm_of(words)
+        return (embeddings_of_the_pictures * words).mean()
+
+
+def test_a_call_that_is_part_of_a_statement_does_not_take_its_name() -> None:
+    source = _source(_Normed(), torch.randn(3, 8))
+
+    assert "        norm = norm_of(embeddings_of_the_pictures)" in source
+    assert "        embeddings_of_the_pictures = embeddings_of_the_pictures / norm" in source
+    assert "        words = words / norm_of(words)" in source
+
+
+class _Calling(nn.Module):
+    """Calls the function twice, with these numbers if it takes any; in one line if there are none."""
+
+    def __init__(self, called: object, *numbers: float) -> None:
+        super().__init__()
+        self.called, self.numbers = called, numbers
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.a(x), self.b(x)
+        if self.numbers:
+            q = self.called(q, self.numbers[0])
+            k = self.called(k, self.numbers[1])
+        else:
+            q, k = self.called(q), self.called(k)
+        return (q * k).mean()
+
+
+def test_both_calls_may_stand_in_one_line() -> None:
+    source = _source(_Calling(rotate_half), torch.randn(4, 8))
+
+    assert "q, k = rotate_half(q), rotate_half(k)" in source
+    assert source.count("torch.cat") == 1
+
+
+def test_a_function_holds_the_numbers_that_all_of_its_calls_give_it() -> None:
+    source = _source(_Calling(scaled, 2.5, 2.5), torch.randn(4, 8))
+
+    assert "def scaled(x: Tensor) -> Tensor:\n    y = x.tanh() * 2.5" in source
+    assert "q = scaled(q)" in source
+    assert "k = scaled(k)" in source
+
+
+def test_calls_that_do_different_things_are_written_where_they_stand() -> None:
+    assert "def scaled" not in _source(_Calling(scaled, 2.5, 0.5), torch.randn(4, 8))
+    assert "def noisy" not in _source(_Calling(noisy), torch.randn(4, 8))
+
+
+def test_a_stage_with_such_a_function_compiles_as_one_graph() -> None:
+    pipe = split(_Attention(), torch.randn(3, 5, 8), cluster=1, costs="analytic")
+    stage, x = pipe.stages[0].module.eval(), torch.randn(3, 5, 8)
+
+    compiled = torch.compile(stage, backend="eager", fullgraph=True)
+
+    assert torch.equal(compiled(x), stage(x))
