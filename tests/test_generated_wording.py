@@ -25,6 +25,9 @@ class _Worded(nn.Module):
         places = torch.arange(4, device=x.device)
         offsets = (places[:, None] - places) + (mean.shape[1] - 1) * max(self.rate, 1.0)
         drawn = drawn @ offsets + 1.0 / (2 + deviation.sigmoid()) + torch.exp(1j * mean).real
+        drawn = drawn + 2 / (3 + mean.exp()) * mean.exp().reciprocal()
+        drawn = 2 / (3 + mean.exp()) - drawn
+        drawn = self.rate / (drawn.abs() + 1)
         return -0.5 * torch.sum(1 + deviation - mean.pow(2), dim=1).mean() + (drawn - 1).mean()
 
 
@@ -44,6 +47,9 @@ def test_an_operator_is_worded_as_its_author_words_it() -> None:
         "drawn = torch.clamp(drawn, min=-2.0)",
         "offsets = rows - places + 3.0",
         "drawn = drawn @ offsets + 1.0 / (2 + deviation.sigmoid()) + torch.exp(1j * mean).real",
+        "drawn = drawn + (3 + mean.exp()).reciprocal() * 2 * mean.exp().reciprocal()",
+        "drawn = 2 / (3 + mean.exp()) - drawn",
+        "drawn = 0.3 / (drawn.abs() + 1)",
         "return -0.5 * torch.sum(1 + deviation - mean.pow(2), dim=1).mean() + (drawn - 1).mean()",
     ):
         assert line in lines, program.source

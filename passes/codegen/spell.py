@@ -24,6 +24,7 @@ from .subscripts import new_dimension
 from .wording import (
     cast_called,
     divided_one,
+    divisor_of,
     has_its_number_first,
     is_a_power,
     is_a_subscript,
@@ -132,6 +133,9 @@ def _overload(node: fx.Node, scene: Scene) -> Source:
 def _as_the_author(node: fx.Node, name: str, values: Mapping[str, Any], scene: Scene) -> Source | None:
     """Spells an operator in the author's words, where these are not what the rule would choose."""
     first, second = (*values.values(), None, None)[:2]
+    divisor = divisor_of(node) if name == "mul" else None
+    if divisor is not None and not scene.source(first).text.isidentifier():  # the reciprocal is part of it
+        return infix("div", second, divisor, scene)
     if name in ("add", "mul") and len(values) == 2 and isinstance(second, int | float | complex):
         is_first = has_its_number_first(node, name, first, second)
         return infix(name, second, first, scene) if is_first else None

@@ -78,7 +78,7 @@ def is_a_power(node: fx.Node) -> bool:
 def divided_one(node: fx.Node) -> complex | None:
     """Returns the 1 of the author's `1.0 / x`, which a trace has as `x.reciprocal()`, or None.
 
-    In `2 / x` the trace multiplies the reciprocal.
+    In `2 / x` the trace multiplies the reciprocal: see divisor_of.
     """
     statement = statement_of(node)
     factors = (user.args[1] for user in node.users if user.target is torch.ops.aten.mul.Tensor)
@@ -87,6 +87,23 @@ def divided_one(node: fx.Node) -> complex | None:
         return None
     signs = (inner for inner in _operations(statement) if isinstance(inner.op, ast.Div))
     return next((value for sign in signs if (value := _value(sign.left)) == 1), None)
+
+
+def divisor_of(product: fx.Node) -> fx.Node | None:
+    """Returns the x of the author's `2 / x`, which a trace has as `x.reciprocal() * 2`, or None."""
+    inverse, number = (*product.args, None, None)[:2]
+    if not isinstance(inverse, fx.Node) or inverse.target is not torch.ops.aten.reciprocal.default:
+        return None
+    divisor, statement = inverse.args[0], statement_of(product)
+    is_of_one = len(inverse.users) == 1 and statement is statement_of(inverse)
+    if not is_of_one or not isinstance(divisor, fx.Node) or "reciprocal" in _functions(statement):
+        return None
+    signs = _operations(statement)
+    lefts = [inner.left for inner in signs if isinstance(inner.op, ast.Div)]
+    is_multiplied = any(isinstance(inner.op, ast.Mult) for inner in signs)
+    may_be_named = not is_multiplied and any(isinstance(left, ast.Name | ast.Attribute) for left in lefts)
+    is_divided = isinstance(number, int | float) and (may_be_named or number in map(_value, lefts))
+    return divisor if is_divided else None
 
 
 def is_a_subscript(node: fx.Node) -> bool:
