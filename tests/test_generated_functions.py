@@ -131,3 +131,27 @@ def test_a_stage_with_such_a_function_compiles_as_one_graph() -> None:
     compiled = torch.compile(stage, backend="eager", fullgraph=True)
 
     assert torch.equal(compiled(x), stage(x))
+
+
+def _scanned(u: Tensor, D: Tensor, *, z: Tensor) -> Tensor:
+    mixed = u.tanh() * z.cos() + u
+    return mixed * D + D.sin() * mixed.sum(-1, keepdim=True) * z
+
+
+class _Scanning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.skip = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        out = _scanned(y.transpose(1, 2), self.skip.double(), z=x.transpose(1, 2))
+        return (out * out.tanh()).mean()
+
+
+def test_what_a_function_is_given_without_a_name_is_called_as_its_parameter() -> None:
+    source = _source(_Scanning(), torch.randn(3, 8, 8))
+
+    assert "        u = y.transpose(1, 2)" in source
+    assert "        D = self.skip.double()" in source
+    assert "        z = x.transpose(1, 2)" in source

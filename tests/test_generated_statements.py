@@ -199,3 +199,25 @@ def test_a_sum_over_experts_is_a_loop_whatever_the_length_of_its_terms() -> None
         "for e in range(1, 4):",
         "y = y + shares[:, e, None] * self.experts[e](x)",
     ]
+
+
+class _Centred(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center_of_the_outputs", torch.zeros(1, 8))
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        loss = (y - self.center_of_the_outputs).square().mean()
+        with torch.no_grad():
+            center_of_this_batch = y.mean(0, keepdim=True)
+            self.center_of_the_outputs = self.center_of_the_outputs * 0.987654321 + center_of_this_batch
+        return loss
+
+
+def test_what_is_kept_in_an_attribute_is_called_as_the_attribute_is() -> None:
+    source = pd2bw_fx.split(_Centred(), torch.randn(4, 8), cluster=1, costs="analytic").stages[0].source
+
+    assert "center_of_the_outputs = self.center_of_the_outputs * 0.987654321 + center_of_this_batch" in source
+    assert "self.center_of_the_outputs.copy_(center_of_the_outputs)" in source

@@ -24,6 +24,7 @@ from .naming import (
     operator_name,
     outer_name,
 )
+from .passed_values import passed_names
 from .scopes import Line, Scope, line_at
 from .stage_tree import StageTree
 from .statements import (
@@ -51,6 +52,7 @@ class Body:
         self.normalized: dict[fx.Node, list[fx.Node]] = {}  # last operator -> all of them
         self._depth_of_calls = 0 if scope.call is None else len(scope.call.line.chain)
         self._author_names: dict[tuple[int, fx.Node], str | None] = {}
+        self._passed: dict[fx.Node, str] | None = None  # once it is asked
         self.items = self._items()
         self._operands = {id(item): self._read_by(item) for item in self.items}
         self._read = {operand for operands in self._operands.values() for operand in operands}
@@ -213,6 +215,13 @@ class Body:
     def _is_final(self, item: fx.Node | Scope, result: fx.Node) -> bool:
         call = item.call if isinstance(item, Scope) else None
         return is_final(result, self.scope.depth, None if call is None else call.line)
+
+    def passed_name(self, result: fx.Node) -> str | None:
+        """Returns the parameter of the author's function to which a value without a name is passed."""
+        if self._passed is None:
+            own = [item for item in self.items if isinstance(item, fx.Node)]
+            self._passed = passed_names(own, self.scope.depth)
+        return self._passed.get(result)
 
     def names_together(self, item: fx.Node | Scope) -> tuple[str, ...]:
         """Returns the names that the author's statement assigns one by one, if the item makes one of them."""
