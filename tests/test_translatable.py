@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -105,6 +106,14 @@ def test_the_file_computes_the_same(functions: list[Callable[[Tensor], Tensor]],
     torch.manual_seed(0)
     model = Between(*functions).eval()
     pipe = split(model, (torch.randn(4, 6, 8),), cluster=2, num_stages=1, costs="analytic", check=False)
+    pipe.export_onnx(tmp_path / "onnx")
+
+
+def test_numbers_have_the_precision_of_the_model_in_its_file(tmp_path: Path) -> None:
+    """The check of an export allows a double a billionth, less than a rounding to single precision."""
+    model = Between(lambda x: x * math.sqrt(8) + 0.1).double()
+    pipe = split(model, (torch.randn(4, 8, dtype=torch.float64),), cluster=2, num_stages=1, costs="analytic")
+
     pipe.export_onnx(tmp_path / "onnx")
 
 

@@ -26,7 +26,7 @@ from .assertions import add_checks, take_conditions
 from .origin import WRAPPED_PREFIX, Wrapped, describe_nodes
 from .refusal import cannot_be_translated
 from .spelling import TranslatableSpelling
-from .translations import operators_listed_once, translations_read_once
+from .translations import operators_listed_once, own_translations, translations_read_once
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -69,6 +69,7 @@ def stage_model(
                 dynamo=True,
                 opset_version=opset,
                 dynamic_shapes=(shapes,) if any(shapes) else None,
+                custom_translation_table=own_translations(),
                 optimize=False,
                 verbose=False,
             )

@@ -1,4 +1,4 @@
-"""Lets torch do once what it does many times for each file that it writes.
+"""Translates a few things itself, and lets torch do once what it does many times for each file.
 
 It reads the source of some five hundred translations to ONNX, which is half of the time that a small stage
 takes, and goes through all operators of its dispatcher for each namespace, which is a sixth of the rest.
@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch._export import utils
 
 
@@ -43,3 +44,20 @@ def operators_listed_once() -> Iterator[None]:
     """Goes through the operators of the dispatcher once, in a block that registers none."""
     with patch.object(utils, "_materialize_cpp_cia_ops", functools.cache(utils._materialize_cpp_cia_ops)):
         yield
+
+
+def own_translations() -> dict[Any, Callable[..., Any]]:
+    """Returns translations that stand in for torch's own."""
+    return {torch.ops.aten.scalar_tensor.default: _scalar_tensor}
+
+
+def _scalar_tensor(
+    s: Any, dtype: int = 1, layout: str = "", device: str = "", pin_memory: bool = False
+) -> Any:
+    """Makes a number a tensor of its type; torch's own translation casts it from a float32."""
+    import onnx_ir as ir
+    from onnxscript import opset18 as op
+
+    if isinstance(s, int | float | bool):
+        return op.Constant(value=ir.tensor(s, dtype=ir.DataType(dtype)))
+    return op.Cast(s, to=dtype)
