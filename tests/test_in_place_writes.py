@@ -81,6 +81,13 @@ def _where_values_are_large(y: Tensor) -> Tensor:
     return clipped.pow(2).sum()
 
 
+def _zeros_into_new_memory(y: Tensor) -> Tensor:
+    state = y.data.new(y.shape[0], 6).zero_()
+    others = y.new_empty(y.shape[0], 6).zero_()
+    others += 2
+    return (y * (state + others)).sum()
+
+
 _WRITES = {
     write.__name__.removeprefix("_"): write
     for write in (
@@ -94,6 +101,7 @@ _WRITES = {
         _to_a_mask,
         _to_a_narrower_type,
         _where_values_are_large,
+        _zeros_into_new_memory,
     )
 }
 
@@ -166,6 +174,14 @@ def test_in_place_writes_are_left_to_buffers_alone(writing: tuple[_Writing, Oper
     }
     for batch_size in (5, 3, 2):
         assert_same(model, graph, _writing_batch(batch_size))
+
+
+def test_memory_that_is_filled_at_once_is_made_so(writing: tuple[_Writing, OperatorGraph]) -> None:
+    _, graph = writing
+
+    made = {op.target.partition(".")[2] for op in graph.operators.values() if "zero" in op.target}
+    assert {"zeros.default", "new_zeros.default"} <= made
+    assert not any("empty" in op.target for op in graph.operators.values())
 
 
 def test_gradients_and_shapes_of_in_place_writes_are_what_a_real_run_has(

@@ -52,6 +52,7 @@ _SCATTERS = {
 }
 _PARTS = {"unbind", "split", "split_with_sizes", "chunk"}
 _ASSIGNMENTS = {"copy_", "fill_", "zero_"}
+_OF_ZEROS = {"empty": _ATEN.zeros.default, "new_empty": _ATEN.new_zeros.default}
 
 
 def make_functional(draft: Draft, facts: Facts) -> Draft:
@@ -267,7 +268,7 @@ class _Rewriter:
         before = self.facts.values[target.name]
         name = operator_name(node)
         if name == "zero_":
-            return self._emit(_ATEN.zeros_like.default, (args[0],), node)
+            return self._zeros(args[0], node)
         if name == "fill_" and not isinstance(node.args[1], fx.Node):
             return self._emit(_ATEN.full_like.default, (args[0], args[1]), node)
         if name == "fill_diagonal_":
@@ -280,6 +281,16 @@ class _Rewriter:
         value = self._emit(functional_overload(node), args, node, {**kwargs, **defaults_left_out(node)})
         dtype = self._dtype(node)
         return value if dtype == before.dtype else self._emit(_ATEN.to.dtype, (value, before.dtype), node)
+
+    def _zeros(self, before: fx.Node, node: fx.Node) -> fx.Node:
+        """Emits zeros in place of a value: `x.new(3, 4).zero_()` is `torch.zeros(3, 4)`."""
+        made = _OF_ZEROS.get(operator_name(before))
+        if made is None:
+            return self._emit(_ATEN.zeros_like.default, (before,), node)
+        kwargs = {name: value for name, value in before.kwargs.items() if name != "memory_format"}
+        zeros = self._emit(made, before.args, node, kwargs)
+        zeros.meta |= {key: value for key, value in before.meta.items() if key == "val"}
+        return zeros
 
     def _assigned(self, node: fx.Node, source: fx.Node, args: Any, before: torch.Tensor) -> fx.Node:
         given = self.facts.values[source.name]
