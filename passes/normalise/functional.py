@@ -268,7 +268,7 @@ class _Rewriter:
         before = self.facts.values[target.name]
         name = operator_name(node)
         if name == "zero_":
-            return self._zeros(args[0], node)
+            return self._zeros(self._now(target), node)
         if name == "fill_" and not isinstance(node.args[1], fx.Node):
             return self._emit(_ATEN.full_like.default, (args[0], args[1]), node)
         if name == "fill_diagonal_":
