@@ -294,3 +294,16 @@ def test_an_example_of_a_size_that_was_not_traced_is_refused_as_a_batch_is() -> 
     pipe = pd2bw_fx.split(Half(), torch.randn(8, 4), cluster=2, costs="analytic")
     with pytest.raises(InputError, match="has 6 samples; the model was traced for 8 only"):
         pipe.verify(example={"x": torch.randn(6, 4)})
+
+
+def test_an_assertion_without_words_in_evaluation_is_told_by_its_kind() -> None:
+    class Training(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.training:
+                raise AssertionError
+            return super().forward(x).square().mean()
+
+    pipe = pd2bw_fx.split(Training(8, 8), torch.randn(4, 8), cluster=1, costs="analytic")
+
+    assert pipe.trace_report is not None
+    assert "the model cannot be run on the example inputs: AssertionError" in pipe.trace_report.evaluation

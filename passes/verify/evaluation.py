@@ -53,11 +53,13 @@ def evaluation_of(sides: Sides, tensors: Mapping[str, Tensor]) -> Evaluation:
         try:
             outputs, written, drawn = _of_model(sides, weights)
         except Exception as error:  # whatever the model's other branch raises on the example
-            return Evaluation(f"the model cannot be run on the example inputs: {error}", has_run=False)
+            return Evaluation(f"the model cannot be run on the example inputs: {_told(error)}", has_run=False)
         try:
             found, own, drawn_here = _of_stages(sides, weights)
         except Exception as error:  # sizes that differ between the modes, for example
-            return Evaluation(f"the stages cannot be run on the example inputs: {error}", has_run=False)
+            return Evaluation(
+                f"the stages cannot be run on the example inputs: {_told(error)}", has_run=False
+            )
         said = outputs_differ(sides, outputs, found)
         said = said or _draws_differ(sides.graph, drawn, drawn_here)
         missed = sorted(written - own)
@@ -142,6 +144,11 @@ def _not_dropping(graph: OperatorGraph) -> Iterator[Operator]:
     for operator in graph.operators.values():
         if operator.is_random and not any(word in operator.target for word in ("dropout", "attention")):
             yield operator
+
+
+def _told(error: Exception) -> str:
+    """Returns what an error says; an `assert` says nothing more than what it is."""
+    return str(error) or type(error).__name__
 
 
 def _draws_differ(graph: OperatorGraph, model: Drawn, stages: Drawn) -> str:
