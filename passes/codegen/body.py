@@ -216,6 +216,11 @@ class Body:
         call = item.call if isinstance(item, Scope) else None
         return is_final(result, self.scope.depth, None if call is None else call.line)
 
+    def lines_between(self, first: int, last: int) -> list[Line]:
+        """Returns the authors' lines of the items that come between two places, neither included."""
+        lines = (self.line(item) for item in self.items[first + 1 : last])
+        return [line for line in lines if line is not None]
+
     def passed_name(self, result: fx.Node) -> str | None:
         """Returns the parameter of the author's function to which a value without a name is passed."""
         if self._passed is None:

@@ -177,7 +177,8 @@ class Folding:
             if at < index and max(self.users.get(made, [-1])) > reader:
                 made_at = None if at < 0 else self.body.line(self.items[at])
                 is_put_away = made_at is not None and name_in_list(made_at, name) is not None
-                return is_put_away or second_name(line, name, made_at) is not None
+                ran = self.body.lines_between(at, index)
+                return is_put_away or second_name(line, name, made_at, ran) is not None
         return True
 
     def _bearers(self, name: str) -> list[fx.Node]:

@@ -9,11 +9,11 @@ from torch import fx
 from .body import Body
 from .cut import is_number
 from .folding import Folding
-from .naming import argument_name, hands_on, is_final, name_within, outer_names, result_name, state_name
+from .naming import argument_name, hands_on, name_within, outer_names, result_name, state_name
 from .put_away import name_in_list
 from .scopes import Scope
 from .second_names import SecondName, second_name
-from .statements import calls_one, kept_attribute
+from .statements import calls_one
 
 
 class LocalNames:
@@ -96,7 +96,7 @@ class LocalNames:
             return self.free(self._link_name(index, item), index)
         results = self._body.results(item)
         if len(results) == 1:
-            named = self._kept_name(item, result) or self._body.passed_name(result)
+            named = self._body.passed_name(result)
             return self.free(named or result_name(item, result), index)
         given = self._names_given(item)
         others = {given.get(other) for other in results if other is not result}
@@ -152,12 +152,6 @@ class LocalNames:
             if name is not None or results[0] not in self._folding.folded:
                 return name
             node = results[0]
-
-    def _kept_name(self, item: fx.Node | Scope, result: fx.Node) -> str | None:
-        """Returns the `center` of `self.center = ..`, where what that makes is too long for one line."""
-        line = self._body.line(item)
-        own = None if line is None else kept_attribute(line.code)
-        return own if own is not None and is_final(result, self._body.scope.depth) else None
 
     def _unread_name(self, index: int, item: Scope, result: fx.Node) -> str:
         """Returns the author's name for a result that nobody reads (nor, perhaps, the author), else "_"."""
@@ -242,8 +236,7 @@ class LocalNames:
             return None
         maker = self._folding.maker.get(live[0])
         made = None if maker is None else self._body.line(self._body.items[maker])
-        between = self._body.items[0 if maker is None else maker + 1 : index]
-        ran = [other for each in between if (other := self._body.line(each)) is not None]
+        ran = self._body.lines_between(-1 if maker is None else maker, index)
         second = second_name(line, name, made, ran)
         if second is None or self.is_live(second.name, index):
             return None

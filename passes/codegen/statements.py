@@ -67,14 +67,6 @@ def filled_name(code: str) -> str | None:
     return identifier(target.value.id)
 
 
-def kept_attribute(code: str) -> str | None:
-    """Returns the attribute that a statement assigns: "self.center = f(x)" -> "center"."""
-    statement = parsed_statement(code)
-    target = statement.targets[0] if isinstance(statement, ast.Assign) else None
-    is_own = isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self"
-    return identifier(target.attr) if is_own and isinstance(target, ast.Attribute) else None
-
-
 def appended_list(code: str) -> str | None:
     """Returns the list that a statement puts a value into, or makes, or None.
 
