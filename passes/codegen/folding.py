@@ -16,7 +16,7 @@ from .put_away import name_in_list
 from .scopes import Line, Scope
 from .second_names import second_name
 from .stage_tree import occurrences
-from .statements import appended_list, parsed_statement, returns_a_list, sums_over
+from .statements import appended_list, assigns_attributes, parsed_statement, returns_a_list, sums_over
 
 _MOST_FOLDED = 40  # items in one statement; it is too long for a line long before that
 
@@ -108,6 +108,11 @@ class Folding:
                 else:
                     self.folded.remove(results[0])
 
+    def _is_put_into_attributes(self, item: fx.Node | Scope) -> bool:
+        """Whether the author writes `self.keys = f(x)`, which a stage only needs where it reads it again."""
+        line = self.body.line(item)
+        return line is not None and assigns_attributes(line.code)
+
     def _is_in_order(self, index: int) -> bool:
         """Whether the order of computation holds with the item at `index` folded, if it held before.
 
@@ -138,7 +143,9 @@ class Folding:
 
     def _may_fold(self, index: int, item: fx.Node | Scope, result: fx.Node) -> bool:
         users = self.users.get(result, [])
-        if len(users) != 1 or result in self.kept or self._has_its_name(index, item, result):
+        if len(users) != 1 or result in self.kept:
+            return False
+        if self._has_its_name(index, item, result) and not self._is_put_into_attributes(item):
             return False
         if self.body.elements(item) is not None:
             return False

@@ -32,6 +32,14 @@ def assigned_names(code: str) -> tuple[str, ...]:
     return tuple(identifier(name) if name not in ("", "_") else "_" for name in found)
 
 
+def assigns_attributes(code: str) -> bool:
+    """Whether a statement assigns attributes of the module alone: "self.h = f(x)"."""
+    statement = parsed_statement(code)
+    target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+    targets = target.elts if isinstance(target, ast.Tuple) else [target]
+    return all(isinstance(each, ast.Attribute) and _name_of_target(each) != "" for each in targets)
+
+
 def _name_of_target(target: ast.expr) -> str:
     """Returns a name, or that of an attribute of the module; "" for an element and the like."""
     if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self":
