@@ -11,12 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .complex_numbers import divided_by_number
 from .integers import as_tensors, divided
 
 _FLOATS = (torch.float16, torch.float32, torch.float64)
 
 
 def _div(self: Any, other: Any, *, rounding_mode: str | None = None, out: Tensor | None = None) -> Any:
+    if rounding_mode is None:
+        return divided_by_number(self, other, out=out)
     if rounding_mode != "floor" or (result := _floor_divided(self, other, out=out)) is NotImplemented:
         return divided(self, other, rounding_mode=rounding_mode, out=out)
     return result

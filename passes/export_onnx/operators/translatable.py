@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .complex_numbers import BY_NAME as COMPLEX_NUMBERS
+from .complex_numbers import subtracted_from_number
 from .concat import BY_FUNCTION as JOINED
 from .division import BY_NAME as FLOORED
 from .integers import BY_NAME as WHOLE_NUMBERS
@@ -91,7 +93,9 @@ def _last(tensor: Tensor, dim: int, keepdim: bool) -> Tensor:
 
 
 def _subtracted_from(self: Tensor, other: Any, *, alpha: float = 1) -> Any:
-    """The exporter does not know `1.5 - x` for integers x."""
+    """The exporter does not know `1.5 - x` for integers x, nor `1 - x` for complex ones."""
+    if self.dtype.is_complex:
+        return subtracted_from_number(self, other, alpha=alpha)
     dtype = torch.result_type(self, other)
     if isinstance(other, Tensor) or alpha != 1 or dtype is self.dtype:
         return NotImplemented
@@ -247,6 +251,7 @@ def _adaptive_max_pool_with_places(
 
 _BY_NAME: Mapping[str, Callable[..., Any]] = {
     "__rsub__": _subtracted_from,
+    **COMPLEX_NUMBERS,
     **STABLE,
     **ORDERING,
     **OF_MEMORY,
