@@ -60,6 +60,31 @@ def test_a_function_that_is_called_twice_is_written_once_and_called_twice() -> N
     assert "        k_embed = k * cos + rotate_half(k) * sin" in source
 
 
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
+
+
+class _Modulated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.first, self.second, self.modulation = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 32)
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        shift, scale, other_shift, other_scale = self.modulation(c).chunk(4, dim=1)
+        x = x + self.first(modulate(self.norm(x), shift, scale))
+        x = x + self.second(modulate(self.norm(x), other_shift, other_scale))
+        return x.mean()
+
+
+def test_arguments_stand_in_the_order_of_the_authors_parameters() -> None:
+    source = _source(_Modulated(), torch.randn(3, 5, 8), torch.randn(3, 8))
+
+    assert "def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:" in source
+    assert "        x = x + self.first(modulate(self.norm(x), shift, scale))" in source
+    assert "        x = x + self.second(modulate(self.norm(x), other_shift, other_scale))" in source
+
+
 def norm_of(vectors: Tensor) -> Tensor:
     squares = vectors.pow(2).sum(-1, keepdim=True)
     norm = squares.pow(0.5)

@@ -108,7 +108,7 @@ def _calls(
     parameters = _parameters(at.file, name, at.number)
     if not parameters:
         return []
-    found = AuthorCall(line, parameters[0], _given_as(line, name, parameters))
+    found = _author_call(line, name, parameters)
     chains = [() if (own := line_at(node, scope.depth)) is None else own.chain for node in nodes]
     lines = [tuple(each.number for each in chain[len(line.chain) :]) for chain in chains]
     for number in _IN_ONE_LINE:
@@ -177,16 +177,19 @@ def _scope_of(scope: Scope, call: _Run) -> Scope:
     return Scope(scope.path, scope.kind, key, scope.depth, list(call.nodes), function=call.name, call=call.at)
 
 
-def _given_as(line: Line, name: str, parameters: Sequence[str]) -> dict[str, str]:
-    """Maps names in the author's calls of a function on a line to the parameters that they are given as."""
-    found: dict[str, str] = {}
+def _author_call(line: Line, name: str, parameters: tuple[str, ...]) -> AuthorCall:
+    """Finds what the author's calls of a function on a line are given."""
+    given_as: dict[str, str] = {}
+    unnamed = set[str]()
     for call in ast.walk(statement_at(line) or ast.Pass()):
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == name:
             named = {word.arg: word.value for word in call.keywords if word.arg is not None}
             for parameter, value in (*zip(parameters, call.args, strict=False), *named.items()):
                 if isinstance(value, ast.Name):
-                    found.setdefault(value.id, parameter)
-    return found
+                    given_as.setdefault(value.id, parameter)
+                elif not isinstance(value, ast.Constant):
+                    unnamed.add(parameter)
+    return AuthorCall(line, parameters, given_as, frozenset(unnamed))
 
 
 def _parameters(file: str, name: str, number: int) -> tuple[str, ...]:

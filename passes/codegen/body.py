@@ -15,8 +15,10 @@ from pd2bw_fx.program import autocast_of
 
 from .cut import is_size, tensors_read
 from .idioms import normalizations
+from .layer_calls import call_arguments
 from .layers import LAYERS_GIVING_TUPLES
 from .naming import (
+    given_to,
     is_final,
     is_one_of_several,
     left_otherwise,
@@ -46,7 +48,7 @@ class Body:
     def __init__(self, tree: StageTree, scope: Scope) -> None:
         self.tree = tree
         self.scope = scope
-        self.reads = tree.reads(scope)
+        self.reads = given_to(tree, scope)
         self.symbols = tree.symbols(scope)
         self.gives = tree.gives(scope)
         self.normalized: dict[fx.Node, list[fx.Node]] = {}  # last operator -> all of them
@@ -83,9 +85,13 @@ class Body:
     def operands_of(self, item: fx.Node | Scope) -> list[fx.Node]:
         return self._operands[id(item)]
 
+    def arguments_of(self, call: Scope) -> list[fx.Node | tuple[fx.Node, ...]]:
+        """Lists what a call is given, in order; both states of an LSTM are one argument."""
+        return call_arguments(self.tree, call) if call.call is None else [*given_to(self.tree, call)]
+
     def _read_by(self, item: fx.Node | Scope) -> list[fx.Node]:
         if isinstance(item, Scope):
-            return self.tree.reads(item)
+            return given_to(self.tree, item)
         nodes = self.normalized.get(item, [item])
         return tensors_read(self.tree.graph, nodes[0])
 

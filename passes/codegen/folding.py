@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from torch import fx
 
 from .body import Body, is_second_name
-from .layer_calls import call_arguments
 from .limits import is_asked_for_a_limit
 from .naming import operator_name, place_in_mask
 from .put_away import name_in_list
@@ -77,7 +76,7 @@ class Folding:
         users: dict[fx.Node, list[int]] = {}
         for index, item in enumerate(self.items):
             for operand in self.body.operands_of(item):
-                given = call_arguments(self.body.tree, item) if isinstance(item, Scope) else item.args
+                given = self.body.arguments_of(item) if isinstance(item, Scope) else item.args
                 times = occurrences((given, {} if isinstance(item, Scope) else dict(item.kwargs)), operand)
                 users.setdefault(operand, []).extend([index] * max(times, 1))
         for node in self.body.gives:

@@ -14,7 +14,7 @@ from .cut import is_number, is_size, size_symbol
 from .expression import Scene, Source
 from .folding import Folding
 from .idioms import normalized
-from .layer_calls import call_arguments, linear_of
+from .layer_calls import linear_of
 from .literals import identifier, plain
 from .local_names import LocalNames
 from .loops.author_loops import counter_of, list_of, round_of
@@ -219,7 +219,7 @@ class _Draft:
 
     def _source(self, item: fx.Node | Scope) -> Source:
         if isinstance(item, Scope):
-            given = call_arguments(self.body.tree, item)
+            given = self.body.arguments_of(item)
             texts = [self._scene().text(argument) for argument in given]
             texts += [self._size(symbol).text for symbol in self.body.tree.symbols(item)]
             return Source(self.call_text(self.body.scope, item, texts))

@@ -17,7 +17,7 @@ from .idioms import normalization
 from .layers import LAYERS_GIVING_TUPLES
 from .literals import identifier
 from .outermost import is_outermost_call, is_outermost_operator
-from .scopes import Line, Scope, line_at, module_calls
+from .scopes import AuthorCall, Line, Scope, line_at, module_calls
 from .stage_tree import StageTree
 from .statements import appended_list, calls_one, filled_name, returns_a_list, state_names
 
@@ -241,10 +241,32 @@ def argument_name(tree: StageTree, scope: Scope, node: fx.Node) -> str:
     """Returns what a body calls a value that it is given."""
     if scope.call is None:
         return _argument_name(tree, scope, node)
-    if len(tree.reads(scope)) == 1:
-        return identifier(scope.call.first)
-    own = _argument_name(tree, scope, node)
-    return identifier(scope.call.given_as.get(own, own))
+    parameter = _parameters_given(tree, scope, scope.call)[node]
+    return _argument_name(tree, scope, node) if parameter is None else identifier(parameter)
+
+
+def given_to(tree: StageTree, scope: Scope) -> list[fx.Node]:
+    """Lists what a call is given, in the order of the author's parameters where all of them are known."""
+    reads = tree.reads(scope)
+    if scope.call is None:
+        return reads
+    given = _parameters_given(tree, scope, scope.call)
+    place = {parameter: number for number, parameter in enumerate(scope.call.parameters)}
+    if any(parameter not in place for parameter in given.values()):
+        return reads
+    return sorted(reads, key=lambda node: place[given[node] or ""])
+
+
+def _parameters_given(tree: StageTree, scope: Scope, call: AuthorCall) -> dict[fx.Node, str | None]:
+    """Maps what a function of the author's is given to its parameters, None where that cannot be told."""
+    reads = tree.reads(scope)
+    if len(reads) == 1:
+        return {reads[0]: call.parameters[0]}
+    found = {node: call.given_as.get(_argument_name(tree, scope, node)) for node in reads}
+    unknown = [node for node, parameter in found.items() if parameter is None]
+    if len(unknown) == len(call.unnamed) == 1:
+        (found[unknown[0]],) = call.unnamed
+    return found
 
 
 def _argument_name(tree: StageTree, scope: Scope, node: fx.Node) -> str:

@@ -89,14 +89,16 @@ class Passed:
 
 @dataclass(frozen=True, slots=True)
 class AuthorCall:
-    """A call of a function of the author's: the line that it stands on, and the function's first parameter.
+    """A call of a function of the author's: the line that it stands on, and the function's parameters.
 
-    `given_as` maps names on the line to the parameters that their values are given as.
+    `given_as` maps names on the line to the parameters that their values are given as. `unnamed` are the
+    parameters that are given what other expressions make.
     """
 
     line: Line
-    first: str
+    parameters: tuple[str, ...]
     given_as: Mapping[str, str]
+    unnamed: frozenset[str]
 
 
 @dataclass(slots=True)
