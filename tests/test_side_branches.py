@@ -128,6 +128,22 @@ def test_tables_are_on_earlier_devices_where_these_have_the_time(num_cpus: int) 
     assert any(found.assignment[layer - 1] != device for layer, device in layers.items())
 
 
+def test_a_mask_that_takes_a_tenth_of_a_device_is_left_out_too() -> None:
+    """A Swin's layers have masks of their own, each read by its layer alone, in which their tables end."""
+    workload = tables(24, num_cpus=1)
+    of_a_device = 24 / workload.num_accelerators
+    masks = range(5, len(workload.nodes), 3)  # the first layer ends a row of its own
+    nodes = list(workload.nodes)
+    for mask in masks:
+        nodes[mask] = replace(nodes[mask], accelerator_time=0.1 * of_a_device, cpu_time=of_a_device)
+    workload = replace(workload, nodes=tuple(nodes))
+
+    trees = join_side_branches(workload, groups_of(workload)).trees
+
+    assert {mask for tree in trees for mask in tree} >= set(masks)
+    assert placement.plan_workload(workload).gap <= 1e-5
+
+
 def test_what_leads_to_a_row_alone_is_no_tree_nor_is_what_two_read_nor_what_is_much() -> None:
     nodes = tuple(
         WorkloadNode(at, time, 1.0, 0.0) for at, time in enumerate((0.01, 1.0, 0.01, 0.9, 1.0, 1.0))

@@ -19,7 +19,7 @@ from pd2bw_fx.passes.partition.groups import Groups, RelaxedGroups, Totals, join
 from pd2bw_fx.passes.partition.instance import Instance, Integers, evaluate
 from pd2bw_fx.workload import Workload
 
-_MOST_OF_A_DEVICE = 0.05  # of all work, shared out evenly: a larger branch is not left out
+_MOST_OF_A_DEVICE = 0.15  # of all work, shared out evenly: a larger branch is not left out
 
 
 def join_side_branches(workload: Workload, groups: Groups) -> RelaxedGroups:
