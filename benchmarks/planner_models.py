@@ -105,9 +105,8 @@ BUILDS: dict[str, Build] = {
 def problem_of(build: Build) -> Problem:
     with torch.device("meta"):
         model, inputs = build()
-    model.to(
-        "meta"
-    )  # a parameter made by torch.Tensor(size), as wav2vec2 has one, is on the CPU all the same
+    # A parameter made by torch.Tensor(size), as wav2vec2 has one, is on the CPU all the same.
+    model.to("meta")
     traced = trace(model, (), inputs)
     graph = normalise(traced)
     return coarsen(graph, profile(graph, traced.examples, device=GPU, method="analytic"), uniform(1, 640))
