@@ -15,7 +15,7 @@ from pd2bw_fx.costs import Costs
 from pd2bw_fx.device import Device
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import OperatorGraph
-from pd2bw_fx.model_arguments import accepts
+from pd2bw_fx.model_arguments import accepts, require_loss_function
 from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.program import tensors
 from pd2bw_fx.size_range import SizeRange
@@ -77,6 +77,8 @@ class Pricing:
 def trace_and_profile(model: nn.Module | ExportedProgram, inputs: Inputs, pricing: Pricing) -> ProfiledModel:
     """Traces the model, puts it in normal form and prices every operator. Raises InputError, TraceError."""
     args, kwargs = _example_inputs(model, inputs.args, inputs.kwargs)
+    if inputs.loss_fn is not None:
+        require_loss_function("loss_fn", inputs.loss_fn)
     needs_targets = inputs.loss_fn is not None and not accepts(inputs.loss_fn, 1)
     if needs_targets and inputs.targets is None and args is not None:
         raise InputError(

@@ -125,6 +125,7 @@ BY_MISTAKE: dict[str, dict[str, Any]] = {
         "example_targets": torch.tensor([0, 1]),
     },
     "loss_fn is 'mse'; a function": {"loss_fn": "mse", "example_targets": torch.tensor([0, 1])},
+    "loss_fn is 3; a function": {"loss_fn": 3},
     "example_targets were given without loss_fn": {"example_targets": torch.tensor([0, 1])},
     r"loss_fn was given without example_targets; .*, or a loss_fn\(output\) that needs none": {
         "loss_fn": F.cross_entropy,
