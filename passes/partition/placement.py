@@ -42,6 +42,8 @@ _MOST_ORDERS = 200_000  # of accelerators and CPUs
 _EXPLAINING_S = 8.0  # at most, for what would be enough where the nodes do not fit
 _ANY = 0.999  # a gap: any placement will do
 _JOINING_SHARE = 0.25  # of the time limit, for joining groups
+# Of a device's work: side branches of up to so much are left out, the fewest that leave few down-sets.
+_SHARES_LEFT_OUT = (0.02, 0.05, 0.1, 0.15)
 # Joined first are groups with this share of all others beside them, then those with fewer.
 _SHARES_BESIDE = (1 / 4, 1 / 6, 1 / 8, 1 / 10, 1 / 12, 1 / 16, 1 / 32, 1 / 64, 0)
 
@@ -176,9 +178,10 @@ def _relaxed_groups(
     """Returns joined groups with few down-sets, where the groups have many, or None where none were found."""
     if _has_few_down_sets(groups, _FEW_DOWN_SETS):
         return None
-    trunk = join_side_branches(workload, groups)
-    if _has_few_down_sets(trunk.groups, _FEW_DOWN_SETS):
-        return trunk
+    for most in _SHARES_LEFT_OUT:
+        trunk = join_side_branches(workload, groups, most_of_a_device=most)
+        if _has_few_down_sets(trunk.groups, _FEW_DOWN_SETS):
+            return trunk
     return _fewest_joined(workload, groups, deadline) if with_cpus else None
 
 

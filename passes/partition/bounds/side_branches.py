@@ -19,17 +19,17 @@ from pd2bw_fx.passes.partition.groups import Groups, RelaxedGroups, Totals, join
 from pd2bw_fx.passes.partition.instance import Instance, Integers, evaluate
 from pd2bw_fx.workload import Workload
 
-_MOST_OF_A_DEVICE = 0.15  # of all work, shared out evenly: a larger branch is not left out
 
-
-def join_side_branches(workload: Workload, groups: Groups) -> RelaxedGroups:
+def join_side_branches(workload: Workload, groups: Groups, *, most_of_a_device: float) -> RelaxedGroups:
     """Joins each group with the trees of groups that it alone reads.
 
-    A tree has to be a small part of a device's work, and its reader has to read something else as well.
+    A tree has at most `most_of_a_device` of all work, shared out evenly, and its reader has to read something
+    else as well.
     """
     of = totals(workload, groups)
     tensors = tensors_between(workload, groups)
-    reader_of = _readers(workload, groups, of)
+    most_work = most_of_a_device * of.accelerator_time.sum() / max(1, workload.num_accelerators)
+    reader_of = _readers(groups, of, most_work)
     trees: dict[int, tuple[int, ...]] = {}
     accelerator_time = of.accelerator_time.copy()
     leader = list(range(len(groups.members)))
@@ -44,10 +44,9 @@ def join_side_branches(workload: Workload, groups: Groups) -> RelaxedGroups:
     return RelaxedGroups(joined(groups, leader), asked, tuple(trees[at] for at in sorted(reader_of)))
 
 
-def _readers(workload: Workload, groups: Groups, of: Totals) -> dict[int, int]:
-    """Returns the reader of each group that is part of a tree."""
+def _readers(groups: Groups, of: Totals, most_work: float) -> dict[int, int]:
+    """Returns the reader of each group that is part of a tree of so little work."""
     count = len(groups.members)
-    most_work = _MOST_OF_A_DEVICE * of.accelerator_time.sum() / max(1, workload.num_accelerators)
     readers: list[set[int]] = [set() for _ in range(count)]
     num_reads = [0] * count
     for u, v in groups.edges:
