@@ -305,6 +305,22 @@ def test_an_inner_operation_of_the_outermost_ones_kind_has_not_the_statements_na
     ]
 
 
+class _Residual(nn.Module):
+    """What one way of a statement assigns is a part of what the other way assigns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fused = nn.Conv1d(2, 2, 3, padding=1), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x) if self.fused else x + self.conv(x)
+        return x.mean()
+
+
+def test_what_the_other_way_of_a_statement_would_assign_has_not_the_statements_name() -> None:
+    assert list(_statements(_Residual(), torch.randn(2, 2, 8))) == ["x = x + self.conv(x)", "return x.mean()"]
+
+
 def _distance(found: Tensor, wanted: Tensor) -> Tensor:
     error = found - wanted
     return error.square().mean()

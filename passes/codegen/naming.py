@@ -16,6 +16,7 @@ from pd2bw_fx.untraced_operands import NAMESPACE as UNTRACED
 from .idioms import normalization
 from .layers import LAYERS_GIVING_TUPLES
 from .literals import identifier
+from .loops.author_loops import NO_ROUND, round_of
 from .outermost import is_outermost_call, is_outermost_operator
 from .scopes import AuthorCall, Line, Scope, line_at, module_calls
 from .stage_tree import StageTree
@@ -112,8 +113,9 @@ def is_final(node: fx.Node, depth: int, called_at: Line | None = None) -> bool:
     `called_at` is the line of the statement that calls the function in which the value is made, if that is
     meant.
 
-    In a loop, the next round reads the value on the same line. Then it is the statement's own if the
-    statement reads what it assigns, and the value comes from its outermost operation.
+    A value that is read on the same line is a part, unless that is in a loop, whose next round may be
+    what reads it. Then it is the statement's own if the statement reads what it assigns, and the value
+    comes from its outermost operation.
     """
     line, calls = called_at or line_at(node, depth), module_calls(node)[:depth]
     if line is None:
@@ -124,7 +126,7 @@ def is_final(node: fx.Node, depth: int, called_at: Line | None = None) -> bool:
     beside = [reader for reader in readers if reader is not None and reader.chain[: len(chain)] == chain]
     if not beside:
         return True
-    if called_at is not None:
+    if called_at is not None or round_of(line) == NO_ROUND:
         return False
     if len(module_calls(node)) > depth:
         return is_outermost_call(line.code, module_calls(node)[depth][1])
