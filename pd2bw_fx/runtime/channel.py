@@ -29,10 +29,16 @@ from pd2bw_fx.runtime.failure import name_peer_in_errors
 from pd2bw_fx.runtime.shared_memory import NO_BUFFER, Notes, SharedBuffers
 from pd2bw_fx.strides import Order, order_of, packed, packed_shape, unpacked
 
-_DTYPES = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
-    torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
+_CARRIED = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8,
+    torch.uint8, torch.bool,
 )  # fmt: skip
+_AS_BYTES = (  # the types that not every process group knows
+    torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex32, torch.complex64, torch.complex128,
+    torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+)  # fmt: skip
+_DTYPES = _CARRIED + _AS_BYTES
 _MAX_DIMS = 8
 _ABSENT = -1
 _HEADER_COLUMNS = 2 + 2 * _MAX_DIMS + 3
@@ -70,13 +76,13 @@ class Route:
 
     def isend(self, tensor: Tensor, tag: int) -> dist.Work:
         with name_peer_in_errors(self.peer):
-            work = dist.isend(tensor, self.peer, group=self.group, tag=tag)
+            work = dist.isend(_carried(tensor), self.peer, group=self.group, tag=tag)
         assert work is not None
         return work
 
     def irecv(self, buffer: Tensor, tag: int) -> dist.Work:
         with name_peer_in_errors(self.peer):
-            work = dist.irecv(buffer, self.peer, group=self.group, tag=tag)
+            work = dist.irecv(_carried(buffer), self.peer, group=self.group, tag=tag)
         assert work is not None
         return work
 
@@ -143,7 +149,7 @@ class Outbox:
                 continue
             own = packed(tensor.detach(), order)
             if not self._share(microbatch, (size, position), own):
-                wire = own.contiguous().to(route.wire)
+                wire = own.resolve_conj().resolve_neg().contiguous().to(route.wire)
                 works.append((route.isend(wire, route.tag(microbatch, position)), wire))
         self._under_way.append((microbatch, works))
         while len(self._under_way) > self.window:
@@ -331,6 +337,11 @@ class _Posted:
     header_work: dist.Work | None = None
     works: list[dist.Work] | None = None  # None: the tensors' shapes are not known yet
     buffers: list[Tensor | None] = field(default_factory=list)
+
+
+def _carried(tensor: Tensor) -> Tensor:
+    """Returns a contiguous tensor as a view that every process group carries."""
+    return tensor.view(-1).view(torch.uint8) if tensor.dtype in _AS_BYTES else tensor
 
 
 def _header(values: Sequence[str], layout: Layout, orders: Orders, tickets: Sequence[Ticket]) -> Tensor:
