@@ -1,7 +1,7 @@
 """Joins operators to blocks, by the rules of what may be cut.
 
-1. A view stays with its base, and an element with its tuple, so that every value that is sent has memory of
-   its own, which no two stages write.
+1. An element stays with its tuple, and a view with its base, unless it is what a module does first with what
+   it is given: a module that begins so can be on another stage than what it reads.
 2. Operators of one memory group (running statistics, in-place clusters) stay together.
 3. Operators that depend on inputs and sizes alone, and take less time than sending their result (masks,
    positions, casts of inputs), are in no block: each stage that reads the result computes it. Their time is
@@ -96,10 +96,14 @@ def _joined(placed: Sequence[Operator], needed: Container[str]) -> list[list[str
     """Applies rules 1, 2 and 4: connected components of operators that stay together."""
     together: nx.Graph[str] = nx.Graph()
     together.add_nodes_from(operator.name for operator in placed)
+    by_name = {operator.name: operator for operator in placed}
     groups: dict[str, str] = {}
     for operator in placed:
-        if operator.is_view or operator.target.endswith("getitem"):
-            together.add_edges_from((operator.name, read) for read in operator.reads[:1] if read in together)
+        base = next((by_name[read] for read in operator.reads[:1] if read in by_name), None)
+        if base is not None and (
+            operator.target.endswith("getitem") or (operator.is_view and not _enters_module(operator, base))
+        ):
+            together.add_edge(operator.name, base.name)
         if operator.memory_group is not None:
             together.add_edge(operator.name, groups.setdefault(operator.memory_group, operator.name))
     position = {operator.name: at for at, operator in enumerate(placed)}
@@ -111,6 +115,12 @@ def _joined(placed: Sequence[Operator], needed: Container[str]) -> list[list[str
             read = [name for name in operator.reads if name in position]
             together.add_edge(operator.name, max(read, key=position.__getitem__, default=following))
     return [list(component) for component in nx.connected_components(together)]
+
+
+def _enters_module(view: Operator, base: Operator) -> bool:
+    """Whether the view's module takes the base from outside."""
+    module = view.module_path
+    return bool(module) and not f"{base.module_path}.".startswith(f"{module}.")
 
 
 def _acyclic(components: Iterable[Sequence[str]], graph: OperatorGraph) -> list[list[str]]:

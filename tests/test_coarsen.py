@@ -17,6 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import pd2bw_fx
 from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.costs import Costs
 from pd2bw_fx.device import Device
 from pd2bw_fx.errors import InputError
@@ -198,6 +199,34 @@ def test_views_stay_with_what_they_view_and_statistics_with_their_norm() -> None
             groups.setdefault(operator.memory_group, set()).add(block_of[operator.name])
     assert groups
     assert all(len(blocks) == 1 for blocks in groups.values())
+
+
+class Pooler(nn.Module):
+    """Begins with a view of what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(8, 8)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.dense(hidden[:, 0]).square().mean()
+
+
+class Pooled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.pooler = nn.Linear(8, 8), Pooler()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pooler(self.encoder(x))
+
+
+def test_a_module_that_begins_with_a_view_can_be_on_another_stage_than_what_it_views() -> None:
+    apart = Constraints(stage_of={"encoder": 0, "pooler": 1}, whole=("pooler",))
+    pipe = pd2bw_fx.split(Pooled(), torch.randn(4, 3, 8), cluster=2, constraints=apart, costs="analytic")
+
+    assert "return self.dense(hidden[:, 0]).square().mean()" in pipe.stages[1].source
+    pipe.verify()
 
 
 class Shared(nn.Module):
