@@ -39,7 +39,7 @@ _AS_BYTES = (  # the types that not every process group knows
     torch.float8_e8m0fnu,
 )  # fmt: skip
 _DTYPES = _CARRIED + _AS_BYTES
-_MAX_DIMS = 8
+_MAX_DIMS = 64  # more than torch's operators take
 _ABSENT = -1
 _HEADER_COLUMNS = 2 + 2 * _MAX_DIMS + 3
 _TAGS_A_MICROBATCH = 1024  # for the header, the values, and last the answer to the header
@@ -126,6 +126,13 @@ class Outbox:
     _shared: Shared = field(default_factory=dict)
     _notes: tuple[Notes, Notes] | None = None  # the end to read, where the peer attaches, and to write
     _under_way: deque[tuple[int, list[tuple[dist.Work, Tensor]]]] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        if len(self.values) >= _ANSWER:
+            raise InputError(
+                f"{len(self.values):,} values go from one stage to another, and a link carries up to "
+                f"{_ANSWER - 1:,}: cut where fewer cross, or stack them into one tensor in the model"
+            )
 
     def send(
         self, microbatch: int, size: Hashable, tensors: Sequence[Tensor | None], *, by_host: bool = False
