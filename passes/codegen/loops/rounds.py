@@ -87,9 +87,9 @@ class Rounds:
         its lines in vain.
         """
         self.number = min(number, _FIRST_ROUNDS)
-        if self._list_reads(end) is None or counting(self._columns(), self.number) is None:
+        if self._link_rounds() is None or counting(self._columns(), self.number) is None:
             return False
-        return self._link_rounds() is not None
+        return self._list_reads(end) is not None
 
     @property
     def end(self) -> int:

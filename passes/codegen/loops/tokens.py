@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,14 +48,14 @@ class Token:
         return Token("number", count if self.is_counter else str(self.factor * int(count) + self.offset))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Line:
     """A statement, or a whole loop (`is_loop`), whose names stay as they are."""
 
     tokens: tuple[Token, ...]
     is_loop: bool = False
 
-    @property
+    @functools.cached_property
     def targets(self) -> range:
         """The tokens before the equals sign."""
         text = "".join(token.text for token in self.tokens)
@@ -65,12 +66,12 @@ class Line:
             end += 1
         return range(end)
 
-    @property
+    @functools.cached_property
     def names(self) -> set[str]:
         """The names that the line mentions; attributes are none."""
         return {token.text for token in self.tokens if token.kind == "name"}
 
-    @property
+    @functools.cached_property
     def assigned(self) -> list[str]:
         if self.is_loop:
             lines = "".join(token.text for token in self.tokens).split("\n")
