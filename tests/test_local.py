@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -151,28 +150,22 @@ def test_a_worker_that_dies_ends_the_run_with_its_name(
                 os.kill(workers()[1], end)
             yield batch
 
-    began = time.monotonic()
     with pytest.raises(
         pd2bw_fx.WorkerError,
         match=rf"rank 1 \(stage 1 on cpu:1.*was ended by {end.name}.*; \d+ updates? done",
     ):
         pipe.train_local(batches(), optimizer=sgd)
 
-    assert time.monotonic() - began < 30
-
 
 def test_a_worker_that_is_stopped_is_noticed_in_seconds(model: nn.Module, pipe: pd2bw_fx.Pipeline) -> None:
-    began: list[float] = []
-
     def stop_the_second(update: int, loss: float) -> None:
         if update == 1:
             os.kill(workers()[1], signal.SIGSTOP)
-            began.append(time.monotonic())
 
     with pytest.raises(pd2bw_fx.WorkerError, match=r"rank 1 \(stage 1.*no sign of life.*; \d+ updates? done"):
         pipe.train_local(mlp_batches(model) * 20, optimizer=sgd, on_update=stop_the_second)
 
-    assert time.monotonic() - began[0] < 15
+    assert messages.SILENCE_S + messages.BEAT_S + local_run._ENDING_S <= 10
 
 
 def stopped_on_the_second(parameters: Any) -> torch.optim.Optimizer:
@@ -189,7 +182,7 @@ def test_a_worker_that_is_stopped_while_it_makes_its_engine_is_noticed_too(
     with pytest.raises(
         pd2bw_fx.WorkerError, match=r"rank 1 \(stage 1.*no sign of life.*, last heard of making its engine"
     ):
-        pipe.train_local(mlp_batches(model), optimizer=stopped_on_the_second, timeout_s=30)
+        pipe.train_local(mlp_batches(model), optimizer=stopped_on_the_second)
 
 
 def test_a_worker_that_raises_gives_its_own_traceback(model: nn.Module, pipe: pd2bw_fx.Pipeline) -> None:

@@ -26,19 +26,19 @@ from pd2bw_fx.runtime.watch import Watch
 from tests.forks import Fork
 from tests.torchrun import PROGRAMS, environment, free_port, torchrun_of_forks
 
+HANGS_S = 200.0  # of a process that should have ended
+
 
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_rank_that_is_stopped_ends_the_other_with_its_name(stopped: int) -> None:
     with ranks(2, stopped, "SIGSTOP", silence_s=4.0) as processes:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + HANGS_S
         while not is_stopped(processes[stopped].pid):
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        began = time.monotonic()
-        _, error = processes[1 - stopped].communicate(timeout=60)
+        _, error = processes[1 - stopped].communicate(timeout=HANGS_S)
 
     assert processes[1 - stopped].returncode == 1
-    assert time.monotonic() - began < 20  # 4 s of silence, on a machine that may be busy
     who = f"rank {stopped} (stage {stopped})" + ("" if stopped else ", which holds the store of the ranks,")
     assert f"WorkerError: {who} has given no sign of life" in error
     assert f"seen by rank {1 - stopped} (stage {1 - stopped}), in update" in error
@@ -46,11 +46,8 @@ def test_a_rank_that_is_stopped_ends_the_other_with_its_name(stopped: int) -> No
 
 def test_a_rank_that_is_killed_is_named_by_those_that_are_not_beside_it_too() -> None:
     with ranks(3, 2, "SIGKILL") as processes:
-        processes[2].wait(timeout=120)
-        began = time.monotonic()
-        errors = [process.communicate(timeout=60)[1] for process in processes[:2]]
+        errors = [process.communicate(timeout=HANGS_S)[1] for process in processes[:2]]
 
-    assert time.monotonic() - began < 20
     for rank, error in enumerate(errors):
         assert "WorkerError: rank 2 (stage 2) no longer answers: it was killed, or hangs" in error
         assert f"(seen by rank {rank}, stage {rank}, " in error
@@ -66,11 +63,8 @@ def test_a_rank_that_is_killed_is_named_by_those_that_are_not_beside_it_too() ->
 )
 def test_a_rank_whose_program_ends_between_steps_is_named_with_its_reason(how: str, reason: str) -> None:
     with ranks(3, 2, how) as processes:
-        processes[2].wait(timeout=120)
-        began = time.monotonic()
-        errors = [process.communicate(timeout=60)[1] for process in processes[:2]]
+        errors = [process.communicate(timeout=HANGS_S)[1] for process in processes[:2]]
 
-    assert time.monotonic() - began < 20
     for rank, error in enumerate(errors):
         assert f"WorkerError: {reason}" in error
         seen = (
@@ -82,11 +76,10 @@ def test_a_rank_whose_program_ends_between_steps_is_named_with_its_reason(how: s
 
 
 def test_torchruns_summary_names_the_cause_and_a_stopped_rank_ends_with_the_others() -> None:
-    began = time.monotonic()
-
     finished = torchrun_of_forks(2, "stops.py", "0", "SIGSTOP", "4")
 
-    assert time.monotonic() - began < 30  # torchrun itself waits so long for one that takes no signal
+    # As it does half a minute after a signal that a stopped rank has not taken.
+    assert "forcefully exiting via" not in finished.stderr
     _, cause = finished.stderr.split("Root Cause (first observed failure):")
     assert re.search(
         r"rank 0 \(stage 0\) has given no sign of life for \d+ s: it was stopped, or hangs", cause
@@ -102,11 +95,11 @@ def test_torchruns_summary_has_the_error_of_a_program_that_fails_between_steps()
 
 
 def test_a_rank_that_is_done_keeps_its_connections_until_all_are(tmp_path: Path) -> None:
-    """Else its last messages would be lost. It waits for other ranks for a few seconds at most."""
+    """Else its last messages would be lost."""
     finished = torchrun_of_forks(2, "closes.py", "1.5", tmp_path / "waited")
 
     assert finished.returncode == 0, finished.stderr
-    assert 1.0 < float((tmp_path / "waited").read_text()) < 4.0
+    assert json.loads((tmp_path / "waited").read_text()) == [True]
     assert (tmp_path / "waited.True").read_text() == ""
     assert (tmp_path / "waited.False").read_text() == (
         "the engine of rank 0 (stage 0) was closed with 2 updates in flight, which will not be made; call "
@@ -117,7 +110,7 @@ def test_a_rank_that_is_done_keeps_its_connections_until_all_are(tmp_path: Path)
 def test_ranks_with_different_numbers_of_batches_end_with_what_each_is_at() -> None:
     """The first flushes, and waits for gradients that the others give after one more input of its."""
     with ranks(4, 0, "return", silence_s=8.0) as processes:
-        errors = [process.communicate(timeout=120)[1] for process in processes]
+        errors = [process.communicate(timeout=HANGS_S)[1] for process in processes]
 
     assert all(process.returncode == 1 for process in processes)
     for error in errors:
@@ -131,7 +124,7 @@ def test_ranks_with_different_numbers_of_batches_end_with_what_each_is_at() -> N
 def test_ranks_with_batches_of_unlike_sizes_end_with_both() -> None:
     """Beyond the first updates, in which they are compared, each might wait for the other's for ever."""
     with ranks(2, 0, "half", silence_s=4.0) as processes:
-        errors = [process.communicate(timeout=120)[1] for process in processes]
+        errors = [process.communicate(timeout=HANGS_S)[1] for process in processes]
 
     assert all(process.returncode == 1 for process in processes)
     told = r"WorkerError: rank \d .* is in update 3 on microbatches of .*\((1|2), .* where rank \d .* is on "
@@ -183,8 +176,9 @@ def met(store: HashStore, ranks: Sequence[int]) -> list[str]:
 
 
 @contextmanager
-def ranks(count: int, stopped: int, how: str, *, silence_s: float = 60.0) -> Iterator[list[Fork]]:
-    """Without torchrun, which would end the others itself."""
+def ranks(count: int, stopped: int, how: str, *, silence_s: float = 10 * HANGS_S) -> Iterator[list[Fork]]:
+    """Without torchrun, which would end the others itself. No test lasts until the silence is noticed, unless
+    it says how long that is."""
     world = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     program = [str(PROGRAMS / "stops.py"), str(stopped), how, str(silence_s)]
     processes = [Fork(program, environment=environment(RANK=str(r), **world)) for r in range(count)]
@@ -219,7 +213,7 @@ def test_a_rank_ends_though_whoever_reads_its_output_has_stopped() -> None:
         "end_now(lambda: sys.stderr.write('rank 1 is silent\\n' * 100_000))\n"
     )
     with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, env=environment()) as rank:
-        assert rank.wait(timeout=60) == 1  # the pipe is full, and nobody empties it
+        assert rank.wait(timeout=HANGS_S) == 1  # the pipe is full, and nobody empties it
 
 
 def test_torchruns_summary_has_the_lost_rank_even_if_torchrun_ends_the_others_at_once(tmp_path: Path) -> None:
