@@ -9,6 +9,8 @@ from pd2bw_fx.passes.partition import groups, placement
 from pd2bw_fx.passes.partition.choices import Choices
 from pd2bw_fx.workload import Workload, workload_from_json
 
+PROVEN_WITHIN_S = 240.0  # a time limit for what takes seconds here, and must be proven on any machine
+
 
 def drawn_workload(seed: int) -> Workload:
     draw = random.Random(seed)

@@ -21,7 +21,7 @@ from pd2bw_fx.passes.partition.instance import Instance, Net, evaluate, respects
 from pd2bw_fx.passes.partition.search import search
 from pd2bw_fx.passes.partition.search.search_state import SearchState
 from pd2bw_fx.workload import Workload, workload_from_json
-from tests.drawn_workloads import choices_of
+from tests.drawn_workloads import PROVEN_WITHIN_S, choices_of
 
 
 def drawn(seed: int) -> Instance:
@@ -195,7 +195,7 @@ def test_a_grid_is_proven_by_its_near_cuts_as_by_all_of_them(monkeypatch: pytest
     monkeypatch.setattr(placement, "_MAX_DOWN_SETS", 10)
     for step in ("ask_programs", "shuffle"):
         monkeypatch.setattr(SearchState, step, lambda *_, **__: None)
-    by_near = placement.plan_workload(grid(4, 8))
+    by_near = placement.plan_workload(grid(4, 8), time_limit_s=PROVEN_WITHIN_S)
 
     assert by_near.gap <= 1e-5
     assert by_near.objective == pytest.approx(by_all.objective, rel=1e-5)

@@ -136,8 +136,8 @@ def interrupted(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> tup
     cut = SearchState.first_assignments
 
     def counted(state: SearchState) -> None:
-        cut(state)
         begun.extend([state.deadline.left_s] if state.deadline.left_s else [])
+        cut(state)
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

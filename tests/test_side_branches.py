@@ -16,8 +16,11 @@ from pd2bw_fx.passes.partition.choices import Deadline
 from pd2bw_fx.passes.partition.groups import groups_of
 from pd2bw_fx.passes.partition.instance import evaluate
 from pd2bw_fx.passes.partition.search import search
+from pd2bw_fx.passes.partition.search.by_cuts import ByCuts
+from pd2bw_fx.passes.partition.search.search_state import SearchState
 from pd2bw_fx.passes.solver import Status
 from pd2bw_fx.workload import Workload, WorkloadEdge, WorkloadNode
+from tests.drawn_workloads import PROVEN_WITHIN_S
 from tests.slow import slow
 
 
@@ -68,7 +71,7 @@ def tables(num_layers: int, *, num_cpus: int = 0) -> Workload:
 @pytest.mark.parametrize("seed", [*range(25), *slow(range(25, 40))])
 def test_what_is_left_out_never_excludes_what_there_is(seed: int, num_cpus: int) -> None:
     workload = fed(seed, num_cpus=num_cpus)
-    expected = placement.plan_workload(workload)
+    expected = placement.plan_workload(workload, time_limit_s=PROVEN_WITHIN_S)
     assert expected.gap <= 1e-5
     found = join_side_branches(workload, groups_of(workload), most_of_a_device=np.inf)
     orders = list(placement._device_orders(workload.num_accelerators, num_cpus))
@@ -85,7 +88,7 @@ def test_with_little_left_out_the_optimum_is_that_of_all_placements(
     seed: int, num_cpus: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workload = fed(seed, num_cpus=num_cpus)
-    expected = placement.plan_workload(workload)
+    expected = placement.plan_workload(workload, time_limit_s=PROVEN_WITHIN_S)
 
     # No time for programs, and more down-sets than few as long as nothing is left out.
     monkeypatch.setattr(search, "_FIRST_SHARE_OF_WORKLOADS", 0.0)
@@ -94,7 +97,7 @@ def test_with_little_left_out_the_optimum_is_that_of_all_placements(
         placement, "_has_few_down_sets", lambda groups, few: len(groups.members) < all_groups - 1
     )
     monkeypatch.setattr(placement, "_SHARES_LEFT_OUT", (np.inf,))
-    found = placement.plan_workload(workload)
+    found = placement.plan_workload(workload, time_limit_s=PROVEN_WITHIN_S)
 
     assert found.objective == pytest.approx(expected.objective, rel=1.1e-5)
     assert found.gap <= 1e-5
@@ -114,10 +117,16 @@ def test_tables_of_layers_leave_as_many_down_sets_as_a_row_has() -> None:
 
 
 @pytest.mark.parametrize("num_cpus", [0, 1])
-def test_tables_are_on_earlier_devices_where_these_have_the_time(num_cpus: int) -> None:
+def test_tables_are_on_earlier_devices_where_these_have_the_time(
+    num_cpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes no program to prove it, nor the cuts near a target, as it does where nothing is left out."""
+    monkeypatch.setattr(search, "_FIRST_SHARE_OF_WORKLOADS", 0.0)
+    monkeypatch.setattr(SearchState, "ask_programs", lambda *_: None)
+    monkeypatch.setattr(ByCuts, "__call__", lambda *_, **__: None)
     workload = tables(30, num_cpus=num_cpus)
 
-    found = placement.plan_workload(workload)
+    found = placement.plan_workload(workload, time_limit_s=PROVEN_WITHIN_S)
 
     assert found.gap <= 1e-5
     layers = {layer: found.assignment[layer] for layer in range(3, 91, 3)}
@@ -139,7 +148,7 @@ def test_a_mask_that_takes_a_tenth_of_a_device_is_left_out_where_a_tenth_may_be(
     left_out = {node for tree in trees for node in tree}
     assert first in left_out
     assert second not in left_out
-    assert placement.plan_workload(workload).gap <= 1e-5
+    assert placement.plan_workload(workload, time_limit_s=PROVEN_WITHIN_S).gap <= 1e-5
 
 
 def test_no_larger_branches_are_left_out_than_few_down_sets_ask_for() -> None:
