@@ -36,7 +36,7 @@ from pd2bw_fx.runtime.stage_runner import StageRunner
 from pd2bw_fx.runtime.update import PendingUpdate
 from pd2bw_fx.runtime.weights import WeightStore
 
-TIMEOUT_S = 30
+TIMEOUT_S = 120
 _TOKEN_TAG = 1
 
 

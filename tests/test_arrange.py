@@ -273,7 +273,7 @@ def test_plans_of_all_methods_are_saved_and_those_with_a_device_for_each_stage_e
         pipe.save(tmp_path / method)
         assert pd2bw_fx.load(tmp_path / method).schedule == pipe.schedule
 
-    explained = split(2, method="zb-h1").explain(time_limit_s=2.0)
+    explained = split(2, method="zb-h1").explain()
     assert len(explained.cuts) == 1
     with pytest.raises(InputError, match="explain the plan of 1f1b"):
         split(2, method="interleaved").explain()
@@ -372,7 +372,7 @@ def test_a_plan_of_bapipe_is_explained_with_the_overlap_that_it_was_made_with(tm
     assert pipe.schedule.shape.slack > 0
     pipe.save(tmp_path / "gpt")
     for each in (pipe, pd2bw_fx.load(tmp_path / "gpt")):
-        told = each.explain(time_limit_s=4)
+        told = each.explain()
         assert all(slack.used <= slack.limit * (1 + 1e-9) for slack in told.slacks)
     with pytest.raises(PlanMismatchError, match=r"takes .* and .* overlap=False .*; explain"):
         pipe.explain(overlap=False)

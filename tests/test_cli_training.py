@@ -18,7 +18,7 @@ from pd2bw_fx.commands.work import training
 from pd2bw_fx.errors import UsageError
 from pd2bw_fx.models import build
 from pd2bw_fx.runtime.launcher import STARTED_BY
-from tests.torchrun import torchrun_of_forks
+from tests.torchrun import TIMEOUT_S, torchrun_of_forks
 
 PACKAGE = Path(pd2bw_fx.__file__).parent
 
@@ -205,7 +205,7 @@ def test_training_goes_on_where_its_reader_has_seen_enough_and_in_any_folder(
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=TIMEOUT_S,
     )
 
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import pd2bw_fx
 from pd2bw_fx.errors import ExportError, WorkerError
 from pd2bw_fx.runtime.custom_operators import custom_operators
+from tests.torchrun import TIMEOUT_S
 
 _MODULE = """
 import torch
@@ -118,7 +119,7 @@ def test_local_workers_have_the_operators_of_the_script_and_of_its_modules(tmp_p
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=TIMEOUT_S,
     )
 
     assert finished.returncode == 0, finished.stderr
@@ -151,7 +152,9 @@ def test_an_operator_that_onnx_or_another_process_does_not_know_is_named(tmp_pat
         "        print(error)\n"
     )
 
-    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    finished = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=TIMEOUT_S
+    )
 
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.count("calls the operator tests_of_pd2bw_fx::negated, which nothing has") == 2

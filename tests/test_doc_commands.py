@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -135,10 +136,10 @@ def told() -> list[tuple[str, list[tuple[str, ...]], list[tuple[str, ...]]]]:
 @pytest.mark.usefixtures("ranks_are_forks")
 @pytest.mark.parametrize("document", [document for document, _, rest in told() if rest])
 def test_the_commands_of_a_document_run(
-    document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    document: str, gpt_in_two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    prepare(tmp_path, with_onnx=document == "docs/ONNX.md")
+    prepare(tmp_path, gpt_in_two, with_onnx=document == "docs/ONNX.md")
     for step in next(rest for name, _, rest in told() if name == document):
         if step[0].startswith("pd2bw-fx"):
             assert main(shlex.split(step[0])[1:]) == 0, step
@@ -149,23 +150,29 @@ def test_the_commands_of_a_document_run(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [step for _, slow, _ in told() for step in slow], ids=lambda step: step[-1])
-def test_a_slow_command_of_a_document_runs(step: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_slow_command_of_a_document_runs(step: tuple[str, ...], gpt_in_two: Path, tmp_path: Path) -> None:
     if "--device cuda" in step[0] and not torch.cuda.is_available():
         pytest.skip("there is no GPU here")
     is_benchmark = "benchmarks/" in step[0]
     if not is_benchmark:
-        prepare(tmp_path, with_onnx=False)
+        prepare(tmp_path, gpt_in_two, with_onnx=False)
     for code, said in run(step, tmp_path):
         # 1 says that this machine is slower than the benchmark's limits, which no test may depend on.
         assert code == 0 or (is_benchmark and code == 1), f"{step}\n{said}"
         assert said.strip() or not is_benchmark, f"{step} printed nothing"
 
 
-def prepare(folder: Path, *, with_onnx: bool) -> None:
+@pytest.fixture(scope="module")
+def gpt_in_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved") / "gpt_2"
+    pd2bw_fx.split(build("gpt"), cluster=2, costs="analytic", check=False).save(folder)
+    return folder
+
+
+def prepare(folder: Path, gpt_in_two: Path, *, with_onnx: bool) -> None:
     """Writes the folders, files and script that a document's earlier steps have made."""
-    pipe = pd2bw_fx.split(build("gpt"), cluster=2, costs="analytic", check=False)
-    pipe.save(folder / "gpt_2")
-    pipe.save(folder / "gpt_8")
+    for name in ("gpt_2", "gpt_8"):
+        shutil.copytree(gpt_in_two, folder / name)
     for name in ("two.toml", "cluster.toml"):
         (folder / name).write_text(pd2bw_fx.Cluster.uniform(2, memory_bytes="1 GiB").to_toml())
     how_to = (ROOT / "docs" / "HOWTO.md").read_text()
@@ -180,6 +187,7 @@ def prepare(folder: Path, *, with_onnx: bool) -> None:
         f"{script.replace('cluster.toml', 'two.toml')}engine.close()\n"
     )
     if with_onnx:
+        pipe = pd2bw_fx.load(gpt_in_two)
         pipe.export_onnx(folder / "gpt_onnx")
         pd2bw_fx.merge_onnx(folder / "gpt_onnx", folder / "gpt.onnx")
         assert pipe.example is not None

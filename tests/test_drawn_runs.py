@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tests.torchrun import start_forks
+from tests.torchrun import TIMEOUT_S, start_forks
 
 RANKS = 4
 
@@ -41,7 +41,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     try:
         with pipes[0].open("w") as asked, pipes[1].open() as answered:  # as rank 0 opens them
             yield World(asked, answered)
-        ranks.wait(timeout=20)
+        ranks.wait(TIMEOUT_S)
     finally:
         ranks.kill()
 

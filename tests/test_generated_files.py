@@ -20,6 +20,7 @@ from pd2bw_fx.passes.codegen import generate
 from pd2bw_fx.units import format_bytes, format_seconds
 from tests.slow import slow
 from tests.stages import ROOT, by_hand, case_of, of_our_own, planned
+from tests.torchrun import TIMEOUT_S
 
 
 class TestFiles:
@@ -29,7 +30,11 @@ class TestFiles:
             (tmp_path / f"stage_{program.stage}.py").write_text(program.source)
 
         done = subprocess.run(
-            [sys.executable, "-I", "stage_1.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+            [sys.executable, "-I", "stage_1.py"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
         )
 
         assert done.returncode == 0, done.stderr
@@ -45,7 +50,7 @@ class TestFiles:
         )
         environment = {**os.environ, "PYTHONHASHSEED": "4242", "PYTHONPATH": str(ROOT)}
         done = subprocess.run(
-            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
         )
         assert done.returncode == 0, done.stderr
         here = io.StringIO()

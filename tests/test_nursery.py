@@ -23,8 +23,7 @@ from pd2bw_fx.models import build
 from pd2bw_fx.runtime import nursery, worker
 from pd2bw_fx.runtime.wire import encoded
 from tests.processes import children_of, kept_process
-
-HANGS_S = 200.0  # of a process that should have ended
+from tests.torchrun import TIMEOUT_S
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +138,7 @@ def test_workers_whose_parent_was_killed_remove_the_file_by_which_they_met(
     finished = subprocess.run([sys.executable, "-c", TRAINS, str(tmp_path / "mlp")], env=environment)
 
     assert finished.returncode == -signal.SIGTERM
-    until_s = time.monotonic() + HANGS_S
+    until_s = time.monotonic() + TIMEOUT_S
     while list(tmp_path.glob("pd2bw_fx_*")) and time.monotonic() < until_s:
         time.sleep(0.05)
     assert not list(tmp_path.glob("pd2bw_fx_*"))
@@ -229,7 +228,7 @@ def test_the_folders_of_a_run_may_have_any_names_and_its_output_may_be_closed(tm
         cwd=folder,
         stderr=subprocess.PIPE,
         text=True,
-        timeout=HANGS_S,
+        timeout=TIMEOUT_S,
     )
 
     assert (finished.returncode, finished.stderr) == (0, "")
@@ -244,7 +243,7 @@ def test_a_script_that_workers_import_does_not_train_in_them(tmp_path: Path) -> 
         env=os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), str(tmp_path)])},
         capture_output=True,
         text=True,
-        timeout=HANGS_S,
+        timeout=TIMEOUT_S,
     )
 
     assert "failed with InputError:\ntrain_local was called in a worker process" in finished.stderr
@@ -265,7 +264,7 @@ def test_the_nursery_ends_with_the_process_that_started_it(ending: str) -> None:
     said = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=False).stdout
 
     is_gone = functools.partial(_is_gone, int(said))
-    deadline = time.monotonic() + HANGS_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not is_gone() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert is_gone()

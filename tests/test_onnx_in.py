@@ -285,7 +285,7 @@ def test_split_itself_takes_an_onnx_file_and_save_keeps_its_stages(chain: Path, 
     assert "2 stages" not in str(pipe)
     assert "a = MatMul (x, w)" in pipe.text(0)
     assert "0." not in pipe.text(0)  # no numbers
-    assert "next best cut" in str(pipe.explain(time_limit_s=2.0))
+    assert "next best cut" in str(pipe.explain())
     temporary = pipe.folder
     del pipe
     assert not temporary.exists()

@@ -245,7 +245,7 @@ def test_table_report_and_explanation_tell_the_copies() -> None:
     pipe = split(
         model, model.example_inputs(batch_size=2), cluster=3, method="pipedream", replicas=(2, 1), check=False
     )
-    explained = str(pipe.explain(time_limit_s=5.0))
+    explained = str(pipe.explain())
 
     assert "2 from cpu:0 on" in str(pipe)
     assert "2 from cpu:0 on" in loads_svg(pipe.plan)

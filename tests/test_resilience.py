@@ -24,19 +24,17 @@ from pd2bw_fx.runtime.launcher import tell_launcher
 from pd2bw_fx.runtime.meeting import _Arrival
 from pd2bw_fx.runtime.watch import Watch
 from tests.forks import Fork
-from tests.torchrun import PROGRAMS, environment, free_port, torchrun_of_forks
-
-HANGS_S = 200.0  # of a process that should have ended
+from tests.torchrun import PROGRAMS, TIMEOUT_S, environment, free_port, torchrun_of_forks
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_rank_that_is_stopped_ends_the_other_with_its_name(stopped: int) -> None:
     with ranks(2, stopped, "SIGSTOP", silence_s=4.0) as processes:
-        deadline = time.monotonic() + HANGS_S
+        deadline = time.monotonic() + TIMEOUT_S
         while not is_stopped(processes[stopped].pid):
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        _, error = processes[1 - stopped].communicate(timeout=HANGS_S)
+        _, error = processes[1 - stopped].communicate(timeout=TIMEOUT_S)
 
     assert processes[1 - stopped].returncode == 1
     who = f"rank {stopped} (stage {stopped})" + ("" if stopped else ", which holds the store of the ranks,")
@@ -46,7 +44,7 @@ def test_a_rank_that_is_stopped_ends_the_other_with_its_name(stopped: int) -> No
 
 def test_a_rank_that_is_killed_is_named_by_those_that_are_not_beside_it_too() -> None:
     with ranks(3, 2, "SIGKILL") as processes:
-        errors = [process.communicate(timeout=HANGS_S)[1] for process in processes[:2]]
+        errors = [process.communicate(timeout=TIMEOUT_S)[1] for process in processes[:2]]
 
     for rank, error in enumerate(errors):
         assert "WorkerError: rank 2 (stage 2) no longer answers: it was killed, or hangs" in error
@@ -63,7 +61,7 @@ def test_a_rank_that_is_killed_is_named_by_those_that_are_not_beside_it_too() ->
 )
 def test_a_rank_whose_program_ends_between_steps_is_named_with_its_reason(how: str, reason: str) -> None:
     with ranks(3, 2, how) as processes:
-        errors = [process.communicate(timeout=HANGS_S)[1] for process in processes[:2]]
+        errors = [process.communicate(timeout=TIMEOUT_S)[1] for process in processes[:2]]
 
     for rank, error in enumerate(errors):
         assert f"WorkerError: {reason}" in error
@@ -110,7 +108,7 @@ def test_a_rank_that_is_done_keeps_its_connections_until_all_are(tmp_path: Path)
 def test_ranks_with_different_numbers_of_batches_end_with_what_each_is_at() -> None:
     """The first flushes, and waits for gradients that the others give after one more input of its."""
     with ranks(4, 0, "return", silence_s=8.0) as processes:
-        errors = [process.communicate(timeout=HANGS_S)[1] for process in processes]
+        errors = [process.communicate(timeout=TIMEOUT_S)[1] for process in processes]
 
     assert all(process.returncode == 1 for process in processes)
     for error in errors:
@@ -124,7 +122,7 @@ def test_ranks_with_different_numbers_of_batches_end_with_what_each_is_at() -> N
 def test_ranks_with_batches_of_unlike_sizes_end_with_both() -> None:
     """Beyond the first updates, in which they are compared, each might wait for the other's for ever."""
     with ranks(2, 0, "half", silence_s=4.0) as processes:
-        errors = [process.communicate(timeout=HANGS_S)[1] for process in processes]
+        errors = [process.communicate(timeout=TIMEOUT_S)[1] for process in processes]
 
     assert all(process.returncode == 1 for process in processes)
     told = r"WorkerError: rank \d .* is in update 3 on microbatches of .*\((1|2), .* where rank \d .* is on "
@@ -176,7 +174,7 @@ def met(store: HashStore, ranks: Sequence[int]) -> list[str]:
 
 
 @contextmanager
-def ranks(count: int, stopped: int, how: str, *, silence_s: float = 10 * HANGS_S) -> Iterator[list[Fork]]:
+def ranks(count: int, stopped: int, how: str, *, silence_s: float = 10 * TIMEOUT_S) -> Iterator[list[Fork]]:
     """Without torchrun, which would end the others itself. No test lasts until the silence is noticed, unless
     it says how long that is."""
     world = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -213,7 +211,7 @@ def test_a_rank_ends_though_whoever_reads_its_output_has_stopped() -> None:
         "end_now(lambda: sys.stderr.write('rank 1 is silent\\n' * 100_000))\n"
     )
     with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, env=environment()) as rank:
-        assert rank.wait(timeout=HANGS_S) == 1  # the pipe is full, and nobody empties it
+        assert rank.wait(timeout=TIMEOUT_S) == 1  # the pipe is full, and nobody empties it
 
 
 def test_torchruns_summary_has_the_lost_rank_even_if_torchrun_ends_the_others_at_once(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_what_the_user_pins_stays_where_it_is_pinned() -> None:
     placed = {pipe.graph.operators[name].module_path: stage for name, stage in pipe.plan.stage_of.items()}
     assert placed["layers.4"] == 0
     assert "layers.4.weight" in pipe.programs[0].parameters
-    assert "cut 0 | 1" in str(pipe.explain(time_limit_s=5.0))
+    assert "cut 0 | 1" in str(pipe.explain())
     with pytest.raises(pd2bw_fx.Pd2bwError, match="nowhere"):
         pd2bw_fx.split(
             Perceptron(),

@@ -17,6 +17,7 @@ import pd2bw_fx
 from pd2bw_fx import untraced_call
 from pd2bw_fx.errors import ExportError, InputError, TraceError
 from pd2bw_fx.runtime.reference import train_reference
+from tests.torchrun import TIMEOUT_S
 from tests.trained import assert_trained_by_the_rule
 
 
@@ -289,7 +290,9 @@ def test_a_process_and_a_file_that_do_not_know_it(tmp_path: Path) -> None:
         "result = pipe.train_local([batch], optimizer=lambda p: torch.optim.SGD(p, lr=.1))\n"
         "print(len(result.losses))\n"
     )
-    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    finished = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=TIMEOUT_S
+    )
     assert finished.returncode == 0, finished.stderr
     told, num_losses = finished.stdout.splitlines()
     assert "calls 'nearest_row', which is not traced" in told

@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 from tests.forks import Fork
 
 PROGRAMS = Path(__file__).parent / "programs"
-TIMEOUT_S = 240
+TIMEOUT_S = 240.0  # of a process that should have ended
 PORTS = range(20_000, 32_000)  # below those that connections take, so that none is lost before it is used
 
 
