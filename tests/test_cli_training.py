@@ -131,18 +131,19 @@ def test_a_run_of_other_stages_is_told_by_its_file(
 
 
 def test_train_starts_processes_tells_the_loss_and_goes_on_from_a_checkpoint(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
     common = ["--cluster", "2", "--microbatches", "2", "--optimizer", "muon", "--lr", "1e-3", "--json"]
     common += ["--checkpoint", str(tmp_path / "run"), "--every", "5"]
 
     assert main(["train", "gpt", *common, "--updates", "10"]) == 0
     first = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert STARTED_BY not in os.environ  # which would keep the ranks of another run silent
+    request.getfixturevalue("ranks_are_forks")
     common += ["--trace", str(tmp_path / "trace.json"), "-o", str(tmp_path / "w.safetensors")]
     assert main(["train", "gpt", *common, "--updates", "15"]) == 0
     second = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
 
-    assert STARTED_BY not in os.environ  # which would keep the ranks of another run silent
     assert [report["update"] for report in first] == list(range(1, 11))
     assert [report["update"] for report in second] == list(range(11, 16))
     assert second[-1]["loss"] < first[0]["loss"] - 0.3
