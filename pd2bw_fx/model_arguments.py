@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -23,17 +24,31 @@ def forward_signature(model: nn.Module) -> inspect.Signature:
 
 
 def accepts(function: Callable[..., Any], count: int) -> bool | None:
-    """Returns whether it can be called with that many positional arguments; None if nothing tells."""
+    """Returns whether it can be called with that many tensors in their order; None if nothing tells."""
     called = function.forward if isinstance(function, nn.Module) else function
     try:
         signature = inspect.signature(called)
     except (TypeError, ValueError):  # a builtin function
-        return None
+        return _operator_accepts(called, count)
     try:
         signature.bind(*range(count))
     except TypeError:
         return False
     return True
+
+
+def _operator_accepts(builtin: Callable[..., Any], count: int) -> bool | None:
+    """The same for a function of torch's that is written in C++ (torch.mean), by its operator's schemas."""
+    operator = getattr(torch.ops.aten, getattr(builtin, "__name__", ""), None)
+    if operator is None or getattr(torch, operator.__name__, None) is not builtin:
+        return None
+    taken = [getattr(operator, overload)._schema.arguments for overload in operator.overloads()]
+    return any(
+        len(arguments) >= count
+        and all(str(argument.type) == "Tensor" for argument in arguments[:count])
+        and all(argument.has_default_value() for argument in arguments[count:])
+        for arguments in taken
+    )
 
 
 def require_loss_function(name: str, value: Any) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR, MultiStepLR
+from torch.optim.lr_scheduler import ExponentialLR, MultiStepLR, OneCycleLR
 
 from pd2bw_fx.errors import InputError, PlanMismatchError
 from pd2bw_fx.runtime.optimizing import RankOptimizer
@@ -43,6 +44,73 @@ def test_a_scheduler_of_another_optimizer_is_refused() -> None:
         InputError, match="lr_scheduler gave a MultiStepLR of another optimizer than the one it"
     ):
         RankOptimizer(parameters("norm"), EVERYWHERE, torch.optim.SGD, lambda _: MultiStepLR(another, [1]))
+
+
+class Sharp(torch.optim.SGD):
+    """Steps as the authors of SAM do, whose closure computes the loss again."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is not None, "Sharpness Aware Minimization requires closure, but it was not provided"
+
+
+def test_an_optimizer_that_wants_a_closure_is_told_in_one_line() -> None:
+    made = RankOptimizer(parameters("norm"), EVERYWHERE, Sharp)
+    with pytest.raises(InputError, match=r"Sharp wants a closure .*requires closure.* such as AdamW$"):
+        made.step()
+
+
+def test_an_error_of_an_optimizers_own_is_left_as_it_is() -> None:
+    class Faulty(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            raise RuntimeError("no kernel")
+
+    with pytest.raises(RuntimeError, match="no kernel"):
+        RankOptimizer(parameters("norm"), EVERYWHERE, Faulty).step()
+
+
+def test_a_scheduler_past_its_end_is_told_in_one_line() -> None:
+    weights = parameters("norm")
+    made = RankOptimizer(
+        weights, EVERYWHERE, torch.optim.SGD, lambda o: OneCycleLR(o, max_lr=0.1, total_steps=3)
+    )
+    run(made, weights, 3)
+    with pytest.raises(
+        InputError, match=r"OneCycleLR is at its end \(.*steps is 3\); it steps once an update"
+    ):
+        made.step_scheduler()
+
+
+NAMED = {
+    "pairs": lambda given: torch.optim.SGD([p for name, p in given if "bias" not in name]),
+    "a model": lambda given: torch.optim.SGD(given.parameters()),
+    "a rate below 0": lambda given: torch.optim.SGD(given, lr=-1.0),
+}
+
+
+@pytest.mark.parametrize("wants", NAMED)
+def test_an_optimizers_function_that_fails_is_told_what_it_is_given(wants: str) -> None:
+    told = (
+        r"given as optimizer failed at test_optimizing_refused.py:\d+ with \w+Error: .+; it is given a list"
+    )
+    with pytest.raises(InputError, match=told):
+        RankOptimizer(parameters("norm", "head"), EVERYWHERE, NAMED[wants])
+
+
+def test_a_schedulers_function_that_fails_is_told_what_it_is_given() -> None:
+    with pytest.raises(InputError, match=r"given as lr_scheduler failed at .*; it is given this rank's opti"):
+        RankOptimizer(parameters("norm"), EVERYWHERE, torch.optim.SGD, lambda o: OneCycleLR(o, max_lr=0.1))
+
+
+def test_parameters_that_an_optimizer_leaves_out_are_named() -> None:
+    weights = parameters("embedding", "norm", "bias")
+    with pytest.warns(
+        UserWarning, match="leaves out 2 parameters of the 3 .* as they are: norm, bias; freeze"
+    ):
+        RankOptimizer(weights, EVERYWHERE, lambda given: torch.optim.SGD([p for p in given if p.ndim > 1]))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        RankOptimizer(weights, EVERYWHERE, torch.optim.SGD)
 
 
 def test_an_optimizer_of_sparse_gradients_is_refused() -> None:

@@ -83,6 +83,16 @@ def test_a_loss_without_targets_takes_the_output_alone(loss_fn: Callable[..., Te
     torch.testing.assert_close(alone.losses, with_zeros.losses)
 
 
+def test_a_builtin_function_of_torchs_takes_as_many_tensors_as_its_operator() -> None:
+    x, options = torch.randn(4, 4), {"cluster": 2, "costs": "analytic"}
+
+    of_output = pd2bw_fx.split(_mlp(), x, loss_fn=torch.mean, **options)
+
+    assert of_output.run(x)["loss"] == _mlp()(x).mean()
+    with pytest.raises(InputError, match="loss_fn was given without example_targets"):
+        pd2bw_fx.split(_mlp(), x, loss_fn=torch.dist, **options)
+
+
 @pytest.mark.parametrize(
     ("pairs", "expected"),
     [

@@ -7,7 +7,6 @@ too, for their learning rates.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import numbers
@@ -18,11 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import ParameterSpec
 from pd2bw_fx.runtime.checkpoint import Checkpoint
+from pd2bw_fx.runtime.optimizer_checks import (
+    made_by,
+    require_no_hooks,
+    require_optimizer,
+    require_scheduler,
+    telling_of_closures,
+    telling_of_the_last_step,
+    warn_of_left_out,
+)
 from pd2bw_fx.runtime.scheduler_state import as_number, plain_state, state_for_groups
 from pd2bw_fx.strides import laid_as
 
@@ -31,12 +39,6 @@ SchedulerFactory = Callable[[Optimizer], LRScheduler]
 ParameterOptions = Callable[[str, nn.Parameter], Mapping[str, Any]]
 _log = logging.getLogger(__name__)
 _KIND = "class"  # the key of a scheduler's class, beside its state
-_EXPECTED = (
-    "a function was expected that makes a torch optimizer of the parameters it is given: "
-    "lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)"
-)
-
-
 _GO_ON = "go on with the one it was made with, or begin from the weights alone"
 
 
@@ -46,8 +48,8 @@ class RankOptimizer:
     If there are none, `optimizer` is None, and the learning rates come from an optimizer that steps nothing:
     it is made from the whole model's parameters, without memory behind them.
 
-    Raises InputError for factories whose result is not an optimizer, steps other parameters, or needs more
-    than gradients to step.
+    Raises InputError for factories that fail, or whose result is not an optimizer, steps other parameters, or
+    needs more than gradients to step. Warns of parameters that the optimizer leaves out.
     """
 
     def __init__(
@@ -67,12 +69,13 @@ class RankOptimizer:
             if scheduler is not None and self._stand_in is not None:
                 self._scheduler = scheduler(self._stand_in)
             return
-        self.optimizer = optimizer(grouped(parameters, everywhere, options))
-        _require_optimizer(self.optimizer, parameters.values())
-        _require_no_hooks(parameters)
+        self.optimizer = made_by(optimizer, grouped(parameters, everywhere, options), name="optimizer")
+        require_optimizer(self.optimizer, parameters.values())
+        require_no_hooks(parameters)
+        warn_of_left_out(self.optimizer, parameters)
         if scheduler is not None:
-            self._scheduler = scheduler(self.optimizer)
-            _require_scheduler(self._scheduler, self.optimizer)
+            self._scheduler = made_by(scheduler, self.optimizer, name="lr_scheduler")
+            require_scheduler(self._scheduler, self.optimizer)
 
     @property
     def learning_rates(self) -> tuple[float, ...]:
@@ -82,9 +85,17 @@ class RankOptimizer:
         rates = (group.get("lr") for group in groups)
         return tuple(float(rate) for rate in rates if isinstance(rate, numbers.Real | Tensor))
 
+    def step(self) -> None:
+        """Raises InputError for an optimizer that wants a closure."""
+        assert self.optimizer is not None
+        with telling_of_closures(self.optimizer):
+            self.optimizer.step()
+
     def step_scheduler(self) -> None:
+        """Raises InputError for a scheduler that is at its end."""
         if self._scheduler is not None:
-            self._scheduler.step()
+            with telling_of_the_last_step(self._scheduler):
+                self._scheduler.step()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Returns tensors as optimizer/NAME/KEY, and plain state: numbers, options and the scheduler."""
@@ -299,61 +310,3 @@ def _without_parameters(
 def _elsewhere(spec: ParameterSpec) -> nn.Parameter:
     assert spec.spec.example_shape is not None
     return nn.Parameter(torch.empty(spec.spec.example_shape, dtype=spec.spec.dtype, device="meta"))
-
-
-def expected_instead_of(optimizer: object) -> str:
-    if not isinstance(optimizer, list | tuple | dict):
-        return _EXPECTED
-    return f"{_EXPECTED}; one optimizer steps all parameters, and parameter_options gives some other options"
-
-
-def _require_optimizer(made: Any, parameters: Iterable[nn.Parameter]) -> None:
-    if not isinstance(made, Optimizer):
-        raise InputError(f"optimizer gave a {type(made).__name__}; {expected_instead_of(made)}")
-    own = {id(parameter) for parameter in parameters}
-    if any(id(p) not in own for group in made.param_groups for p in group["params"]):
-        raise InputError(
-            "optimizer steps parameters that it was not given, such as those of the model itself; "
-            + _EXPECTED
-        )
-    if isinstance(made, torch.optim.SparseAdam):
-        raise InputError(
-            "SparseAdam takes sparse gradients, and those of microbatches are added up in dense ones; use an "
-            "optimizer that takes those, such as AdamW"
-        )
-    takes = list(inspect.signature(type(made).step).parameters.values())[1:]
-    if any(taken.default is taken.empty and taken.kind is taken.POSITIONAL_OR_KEYWORD for taken in takes):
-        raise InputError(
-            f"{type(made).__name__} computes the loss several times in one step, which a pipeline's update "
-            "cannot do; use an optimizer that steps by gradients alone, such as AdamW"
-        )
-
-
-def _require_no_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
-    for name, parameter in parameters.items():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise InputError(
-                f"the optimizer's function has registered a hook on {name}, and gradients come to it added "
-                "up over a whole update, by no backward that would call one; change them in "
-                "optimizer.register_step_pre_hook, before each step"
-            )
-
-
-def _require_scheduler(made: Any, optimizer: Optimizer) -> None:
-    if not hasattr(made, "step"):
-        raise InputError(
-            f"lr_scheduler gave a {type(made).__name__}; a function was expected that makes a "
-            "scheduler of the optimizer it is given: lambda optimizer: CosineAnnealingLR(optimizer, 1000)"
-        )
-    if isinstance(made, ReduceLROnPlateau):
-        raise InputError(
-            "ReduceLROnPlateau wants a metric at every step, which a pipeline's update does not have; "
-            "use a scheduler that steps by itself, such as CosineAnnealingLR"
-        )
-    of_groups = getattr(getattr(made, "optimizer", optimizer), "param_groups", optimizer.param_groups)
-    if of_groups is not optimizer.param_groups:
-        raise InputError(
-            f"lr_scheduler gave a {type(made).__name__} of another optimizer than the one it was given, and "
-            "would change no learning rate; make it of that one: "
-            "lambda optimizer: CosineAnnealingLR(optimizer, 1000)"
-        )

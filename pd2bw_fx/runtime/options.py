@@ -21,12 +21,8 @@ from pd2bw_fx.arguments import (
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.runtime.corrections import Correction
 from pd2bw_fx.runtime.groups import Backend
-from pd2bw_fx.runtime.optimizing import (
-    OptimizerFactory,
-    ParameterOptions,
-    SchedulerFactory,
-    expected_instead_of,
-)
+from pd2bw_fx.runtime.optimizer_checks import expected_instead_of
+from pd2bw_fx.runtime.optimizing import OptimizerFactory, ParameterOptions, SchedulerFactory
 from pd2bw_fx.runtime.reports import UpdateReport
 
 Precision = Literal["bf16", "fp16"]

@@ -362,8 +362,7 @@ class WeightStore:
 
         An optimizer may do `p.data = p.data - lr * p.grad`.
         """
-        assert self._optimizer.optimizer is not None
-        self._optimizer.optimizer.step()
+        self._optimizer.step()
         for name, view in self._stepped[target].items():
             alias = self._aliases[name]
             if alias.data_ptr() != view.data_ptr():
