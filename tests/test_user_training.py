@@ -140,3 +140,20 @@ def test_what_has_no_gradient_is_not_trained() -> None:
         pipe = pd2bw_fx.split(model, rows(), cluster=2, num_stages=2, costs="analytic")
         with pytest.raises(InputError, match=error):
             pipe.train_local([], optimizer=torch.optim.SGD)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_what_is_frozen_or_not_after_the_split_is_told(*, trains: bool) -> None:
+    model = Plain()
+    changed = next(iter(dict(model.named_parameters())))
+    model.get_parameter(changed).requires_grad_(trains)
+    pipe = pd2bw_fx.split(model, rows(), cluster=2, num_stages=2, costs="analytic")
+    model.get_parameter(changed).requires_grad_(not trains)
+
+    told = f"the parameter {changed!r} was {'frozen' if trains else 'made trainable'} after the split.*before"
+    with pytest.raises(InputError, match=told):
+        pipe.train_local([], optimizer=torch.optim.SGD)
+
+    model.get_parameter(changed).requires_grad_(trains)
+    with pytest.raises(InputError, match="batches gave none"):
+        pipe.train_local([], optimizer=torch.optim.SGD)

@@ -208,6 +208,23 @@ def _is_recomputed(pipeline: Pipeline, program: StageProgram) -> bool:
     return pipeline.plan.stages[program.stage].recompute
 
 
+def _require_frozen_as_split(graph: OperatorGraph) -> None:
+    """Raises InputError where the model's parameters were frozen, or made trainable, after the split."""
+    now = {} if graph.root is None else dict(graph.root.named_parameters())
+    changed = [
+        name
+        for name, spec in graph.parameters.items()
+        if name in now and now[name].requires_grad != spec.trainable
+    ]
+    if changed:
+        is_frozen = graph.parameters[changed[0]].trainable
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        raise InputError(
+            f"the parameter {changed[0]!r}{more} was {'frozen' if is_frozen else 'made trainable'} after the "
+            "split, which decides what is trained; set requires_grad before it: split the model again"
+        )
+
+
 def _require_gradients(graph: OperatorGraph) -> None:
     if not any(parameter.trainable for parameter in graph.parameters.values()):
         raise InputError(f"{graph.model_name} has no parameter that requires a gradient: nothing is trained")
@@ -233,6 +250,7 @@ def jobs(pipeline: Pipeline, work: Work) -> tuple[Job, ...]:
     require_scalar_loss(graph)
     if graph.loss is None:
         raise _without_loss(graph, programs)
+    _require_frozen_as_split(graph)
     _require_gradients(graph)
     _require_steady_parameters(pipeline, work)
     loss_stages = [p.stage for p in programs if any(port.model_output == graph.loss for port in p.outputs)]
