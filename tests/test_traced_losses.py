@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pd2bw_fx
-from pd2bw_fx.errors import InputError
+from pd2bw_fx.errors import InputError, TraceError
 from pd2bw_fx.passes.normalise import normalise
 from pd2bw_fx.passes.trace import trace
 from pd2bw_fx.runtime.reference import train_reference
@@ -205,3 +205,41 @@ def test_a_loss_function_must_give_a_scalar_and_own_nothing_trainable() -> None:
 
     with pytest.raises(InputError, match="trainable parameter 'temperature'"):
         trace(_mlp(), (x,), loss_fn=Learned(), targets=y)
+
+
+LOGGED: list[Any] = []
+NUMBERS: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda loss: loss.item(),
+    "detached": lambda loss: loss.detach().cpu().item(),
+    "float": lambda loss: float(loss),
+    "text": lambda loss: f"{loss:.3f}",
+    "numpy": lambda loss: loss.detach().cpu().numpy(),
+}
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_a_loss_function_that_makes_numbers_to_log_is_told_in_one_line(kind: str) -> None:
+    def logging(output: Tensor, targets: Tensor) -> Tensor:
+        loss = F.mse_loss(output, targets)
+        LOGGED.append(NUMBERS[kind](loss))
+        return loss
+
+    x, options = torch.randn(4, 4), {"loss_fn": logging, "targets": torch.randn(4, 3)}
+    line = r"test_traced_losses.py:\d+: .*: lambda loss: "
+
+    if kind in ("item", "detached"):
+        (note,) = trace(_mlp(), (x,), **options).report.notes
+        assert re.match(rf"loss_fn makes a number .* while it is traced, and never in training: {line}", note)
+        return
+    with pytest.raises(TraceError, match=rf"^loss_fn makes a Python number of .* at {line}.*untraced"):
+        trace(_mlp(), (x,), **options)
+
+
+def test_a_number_that_the_loss_is_computed_with_needs_no_note() -> None:
+    def scaled(output: Tensor, targets: Tensor) -> Tensor:
+        size = targets.sum().item()
+        return F.mse_loss(output, targets) / (size * size + 1)
+
+    assert trace(_mlp(), (torch.randn(4, 4),), loss_fn=scaled, targets=torch.randn(4, 3)).report.notes == ()
+    with pytest.raises(InputError, match=r"returned a Python number, .* the tensor itself, without item\(\)"):
+        trace(_mlp(), (torch.randn(4, 4),), loss_fn=lambda output: output.mean().item())

@@ -75,8 +75,9 @@ from .inputs import (
 from .notes import notes_of
 from .own_faults import warn_of_own_fault
 from .patches.conditions import ChoiceError, Conditions, UnseenChoiceError
+from .patches.loss_numbers import note_on, why_untraceable
 from .program import Program
-from .source_lines import one_line
+from .source_lines import one_line, source_line
 from .symbolic import writes_in_place
 
 __all__ = ["find_example_inputs", "trace"]
@@ -173,6 +174,8 @@ def trace(
         ways = list(_ways(model, flat, (args, kwargs, targets), tracer))
     outcome, notes = _first_or_later_call(ways, request, flat)
     findings = _findings(outcome, request.batch_size)
+    if outcome.traced is None or outcome.traced.report.tracer == "fx":
+        _require_no_numbers(request.program(flat), outcome)
     if outcome.traced is None:
         raise cannot_be_traced(outcome.program, outcome.failures, findings, tracer)
     require_dense(outcome.traced)
@@ -181,10 +184,27 @@ def trace(
     report = TraceReport(
         tracer=outcome.traced.report.tracer,
         attempts=tuple(Attempt(name, one_line(error)) for name, error in outcome.failures),
-        notes=(*findings, *notes, *notes_of(outcome.program, request.batch_size), *own_notes),
+        notes=(
+            *findings,
+            *notes,
+            *notes_of(outcome.program, request.batch_size),
+            *note_on(outcome.program.record.numbers_of_loss, outcome.traced.program),
+            *own_notes,
+        ),
         duration_s=time.perf_counter() - started,
     )
     return replace(outcome.traced, report=report)
+
+
+def _require_no_numbers(program: Program, outcome: _Outcome) -> None:
+    """Raises TraceError where a line of loss_fn that makes numbers of tensors has stopped a front end."""
+    stopped = [source_line(error) for _, error in outcome.failures]
+    if program.loss_fn is None or not any(stopped):
+        return
+    require_eager_run(program)
+    lines = [line for line in program.record.numbers_of_loss if line in stopped]
+    if lines:
+        raise TraceError(why_untraceable(lines)) from outcome.failures[0][1]
 
 
 def _findings(outcome: _Outcome, batch_size: int | None) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from .checks.watch import Watch
 from .inputs import FlatArguments, common_batch_size
 from .patches.checkpointing import skip_checkpointing
 from .patches.conditions import Conditions
+from .patches.loss_numbers import noting_numbers
 from .patches.size_answers import SizeAnswers
 
 MODEL_PREFIX = "model."
@@ -50,6 +51,7 @@ class Record:
     rebound: frozenset[str] = frozenset()  # state that the forward made anew in its old shape
     resized: tuple[str, ...] = ()  # buffers that the forward made anew in another shape
     reached_loss: bool = False  # whether the model itself has run and loss_fn has begun
+    numbers_of_loss: list[str] = field(default_factory=list)  # lines of loss_fn that make numbers of tensors
     has_checkpoints: bool = False  # activations that the model would compute again in its backward
 
 
@@ -135,7 +137,8 @@ class Program(nn.Module):
             self._write_back(own, remade)
             self.record.reached_loss = self.loss_fn is not None
             compared = () if targets is None else (targets,)
-            loss = None if self.loss_fn is None else self.loss_fn(output, *compared)
+            with noting_numbers(self.record.numbers_of_loss):
+                loss = None if self.loss_fn is None else self.loss_fn(output, *compared)
             if not keeps_loss:
                 self._write_back(before, remade)
         if self.loss_fn is not None:
@@ -299,7 +302,9 @@ def _check_loss(loss: Any) -> None:
     if _may_be_loss(loss):
         return
     found, advice = f"a {type(loss).__name__}", "return the loss"
-    if isinstance(loss, torch.Tensor):
+    if isinstance(loss, (int, float, torch.SymInt, torch.SymFloat)):
+        found, advice = "a Python number", "return the tensor itself, without item() or float()"
+    elif isinstance(loss, torch.Tensor):
         found = f"a {loss.dtype} tensor of {counted(loss.dim(), 'dimension')}"
         advice = "try a mean over the batch"
     elif _has_keys(loss) or isinstance(loss, (tuple, list)):
