@@ -76,9 +76,12 @@ def test_a_run_killed_while_writing_resumes_bit_for_bit_from_the_last_good_check
 
     assert first(resumed) == 2
     assert losses(resumed) == losses(whole)[2:]
-    weights = load_file(resumed / "weights.safetensors")
-    for name, tensor in load_file(whole / "weights.safetensors").items():
-        assert torch.equal(weights[name], tensor), name
+    for file in ("weights.safetensors", "averaged.safetensors"):
+        found = load_file(resumed / file)
+        for name, tensor in load_file(whole / file).items():
+            assert torch.equal(found[name], tensor), (file, name)
+    weights = load_file(whole / "weights.safetensors")
+    assert not any(torch.equal(found[name], weights[name]) for name in found if name.endswith("norm.weight"))
 
 
 def test_torchrun_begins_again_from_the_last_checkpoint(pipelines: Path, whole: Path, tmp_path: Path) -> None:
@@ -99,6 +102,9 @@ def test_a_checkpoint_of_three_stages_resumes_on_one(pipelines: Path, tmp_path: 
 
     assert first(one) == 4
     assert losses(one) == pytest.approx(losses(three)[4:], rel=1e-5)
+    averages = load_file(one / "averaged.safetensors")
+    for name, tensor in load_file(three / "averaged.safetensors").items():
+        torch.testing.assert_close(averages[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_two_nodes_meet_and_train_as_one_does(pipelines: Path, whole: Path, tmp_path: Path) -> None:

@@ -76,6 +76,8 @@ def test_an_option_that_cannot_be_is_refused_by_the_engine(
             {"backend": "nccl", "device": "cpu"},
             "backend='nccl' moves tensors between GPUs, and rank 0 computes",
         ),
+        ({"weight_average": 1.0}, "weight_average is 1.0; a decay from 0 to below 1, such as 0.999, was"),
+        ({"ema": 0.99}, "ema is no option of training; weight_average=0.999, say, is the decay of a moving"),
         ({"record": -1}, "record is -1; a whole number of zero or more was expected"),
         ({"seed": "x"}, "seed is 'x'; a whole number or None was expected"),
         ({"seed": 2**64}, "seed is 18446744073709551616; torch's generators take up to 64 bits"),

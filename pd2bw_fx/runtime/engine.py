@@ -77,6 +77,9 @@ class Engine(EngineParts):
         - `precision` "bf16" or "fp16" computes under autocast and keeps the weights in their own type; "fp16"
           has a loss scale, like torch.amp.GradScaler's. A cast of the model's own that does nothing without
           autocast, such as `.float()` in float32, is in the stages if it does something under autocast.
+        - `weight_average` (a decay, such as 0.999) keeps an exponential moving average of the trained
+          weights. It follows each update as torch.optim.swa_utils' `get_ema_multi_avg_fn(decay)` does, and
+          takes the memory of these weights once more. `averaged_state_dict` returns it; checkpoints have it.
         - `compile` has torch.compile compile the stages, once for all weight versions: True, or its options
           as a mapping, such as `{"mode": "max-autotune-no-cudagraphs"}`. A compiled stage draws (dropout) by
           the microbatch and the stage, so a run repeats on the same stages only.
@@ -232,6 +235,22 @@ class Engine(EngineParts):
             everyone = collected(self._weights.tensors(), self._control)
         return merged_tensors(self.job, [everyone])
 
+    def averaged_state_dict(self) -> dict[str, Tensor]:
+        """Returns the whole model with the moving average of its weights, on the CPU of every rank.
+
+        Its names are the model's own. Buffers, and parameters that are not trained, are the newest. Flushes
+        first. All ranks must call it. Raises InputError for an engine without `weight_average`.
+        """
+        self.flush()
+        with self._calls.shared("collecting the averaged weights"):
+            averages = self._weights.averages()
+            if averages is None:
+                raise InputError(
+                    "the engine keeps no average of the weights; make it with weight_average=0.999, say"
+                )
+            everyone = collected(self._weights.tensors() | averages, self._control)
+        return merged_tensors(self.job, [everyone])
+
     def save_checkpoint(self, folder: str | Path) -> None:
         """Writes a checkpoint of all ranks, from which training can go on. Flushes first.
 
@@ -284,6 +303,14 @@ class Engine(EngineParts):
             self._losses.flushed(self.updates)
             self._batches.compare_whole()  # ranks may have resumed their data at different places
             return header.updates
+
+    def averages(self) -> dict[str, Tensor] | None:
+        """Returns the averages of this rank's trainable weights, by name in the graph; None without any.
+
+        Flushes first.
+        """
+        self.flush()
+        return self._weights.averages()
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns copies of this rank's newest weights and buffers, by name in the graph. Flushes first."""

@@ -59,6 +59,7 @@ class EngineParts:
             max_gradient_norm=options.max_gradient_norm,
             precision=options.precision,
             corrections=corrections,
+            average_decay=options.weight_average,
             compile_options=options.compile_options,
         )
         self.job = job = replace(job, tensors={})  # the weights are the store's now

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pd2bw_fx.errors import InputError, WorkerError
 from pd2bw_fx.metrics import Metrics, told_losses
-from pd2bw_fx.runtime.job import Job
+from pd2bw_fx.runtime.job import Job, merged_tensors
 from pd2bw_fx.runtime.launcher import how_ended
 from pd2bw_fx.runtime.loss_reader import updates_apart
 from pd2bw_fx.runtime.messages import (
@@ -54,13 +54,15 @@ class TrainResult:
     """The mean loss of every update, and the weights after the last one, by name in the operator graph.
 
     `numbers` holds, for each other output of the model that is one number, its mean in every update.
-    `metrics` is what a report shows: `result.metrics.save(folder)`.
+    `metrics` is what a report shows: `result.metrics.save(folder)`. `averaged` is the model's state dict with
+    the moving average of its weights, where `weight_average` was given, else None.
     """
 
     losses: tuple[float, ...]
     tensors: Mapping[str, Tensor] = field(repr=False)
     metrics: Metrics = field(repr=False)
     numbers: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    averaged: Mapping[str, Tensor] | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         return f"<TrainResult: {told_losses(self.losses)}>"
@@ -138,11 +140,8 @@ class LocalRun:
             self._send(rank, encoded(Finish()))
         while len(self._finished) < len(self.jobs):
             self._hear()
-        tensors = {
-            name: t
-            for rank in sorted(self._finished, reverse=True)
-            for name, t in self._finished[rank].tensors.items()
-        }
+        ended = [self._finished[rank] for rank in sorted(self._finished, reverse=True)]
+        tensors = {name: t for finished in ended for name, t in finished.tensors.items()}
         losses, job = tuple(self.losses), self.jobs[0]
         metrics = Metrics(
             job.method,
@@ -153,7 +152,10 @@ class LocalRun:
             replicas=job.shape.replicas,
         )
         numbers = {name: tuple(means) for name, means in self.numbers.items()}
-        return TrainResult(losses, tensors, metrics, numbers)
+        averaged = None
+        if all(finished.averages is not None for finished in ended):
+            averaged = merged_tensors(job, [*(f.averages or {} for f in ended), tensors])
+        return TrainResult(losses, tensors, metrics, numbers, averaged)
 
     def end(self) -> None:
         """Ends all processes of the run, whatever has happened.

@@ -71,9 +71,11 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The stage's newest tensors by name in the graph; from rank 0 also `records` of all ranks."""
+    """The stage's newest tensors by name in the graph, and the averages of its weights, if they are kept;
+    from rank 0 also `records` of all ranks."""
 
     tensors: dict[str, Tensor]
+    averages: dict[str, Tensor] | None = None
     records: tuple[Record, ...] = ()
 
 

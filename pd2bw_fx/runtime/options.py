@@ -16,6 +16,7 @@ from pd2bw_fx.arguments import (
     require_kind,
     require_known_options,
     require_positive,
+    require_share,
     require_whole_number,
 )
 from pd2bw_fx.errors import InputError
@@ -39,6 +40,7 @@ class TrainingOptions(TypedDict, total=False):
     max_gradient_norm: float | None
     precision: Precision | None
     corrections: Sequence[Correction] | None
+    weight_average: float | None
     compile: bool | Mapping[str, Any]
     on_report: Callable[[UpdateReport], None] | None
     stop_at_nan: bool
@@ -72,6 +74,7 @@ class EngineOptions:
     max_gradient_norm: float | None = None
     precision: Precision | None = None
     corrections: Sequence[Correction] | None = None
+    weight_average: float | None = None
     compile: bool | Mapping[str, Any] = False
     on_report: Callable[[UpdateReport], None] | None = None
     stop_at_nan: bool = True
@@ -82,7 +85,7 @@ class EngineOptions:
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        make_plain(self, "max_gradient_norm", "seed", "record", "timeout_s")
+        make_plain(self, "max_gradient_norm", "weight_average", "seed", "record", "timeout_s")
         if not callable(self.optimizer):
             raise InputError(
                 f"optimizer is of type {type(self.optimizer).__name__}; {expected_instead_of(self.optimizer)}"
@@ -96,6 +99,8 @@ class EngineOptions:
         require_choice("backend", self.backend, "auto", "gloo", "nccl")
         if self.corrections is not None:
             require_kind("corrections", self.corrections, Sequence, "a sequence of corrections, or None,")
+        if self.weight_average is not None:
+            require_share("weight_average", self.weight_average, "a decay from 0 to below 1, such as 0.999,")
         require_kind("compile", self.compile, (bool, Mapping), "True, False or torch.compile's own options")
         if self.compile:
             self._check_compile()
@@ -143,13 +148,22 @@ class EngineOptions:
         return cls(**options)
 
 
-_ALIKE = ("max_gradient_norm", "precision", "corrections", "stop_at_nan", "backend", "record")
+_ALIKE = (
+    "max_gradient_norm",
+    "precision",
+    "corrections",
+    "weight_average",
+    "stop_at_nan",
+    "backend",
+    "record",
+)
 _OF_THE_METHOD = ("microbatches_per_update", "method", "slack", "replicas", "vertical_sync")
 _OF_THE_OPTIMIZER = (
     "the optimizer has it: optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)"
 )
 _OF_THE_BATCHES = "batches are gone through once: give those of all epochs, as itertools.chain does"
 _ELSEWHERE = {
+    **dict.fromkeys(("ema", "ema_decay"), "weight_average=0.999, say, is the decay of a moving average"),
     **dict.fromkeys(("lr", "learning_rate", "weight_decay", "momentum"), _OF_THE_OPTIMIZER),
     **dict.fromkeys(("epochs", "num_epochs", "max_epochs"), _OF_THE_BATCHES),
 }

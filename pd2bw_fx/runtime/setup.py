@@ -46,6 +46,7 @@ def make_weights(
     max_gradient_norm: float | None,
     precision: Precision | None,
     corrections: Sequence[Correction],
+    average_decay: float | None,
     compile_options: Mapping[str, Any] | None,
 ) -> WeightStore:
     """Makes the weight store. All ranks call this at the same time: those with the same parameters join
@@ -78,6 +79,7 @@ def make_weights(
         clipping=None if limit is None else Clipping(limit, groups.of_all(), counts),
         loss_scale=LossScale() if precision == "fp16" else None,
         corrector=Corrector(corrections, delay_of(job)) if corrections else None,
+        average_decay=average_decay,
     )
     if compile_options is not None:
         weights.compile(compile_options)

@@ -41,6 +41,7 @@ from pd2bw_fx.runtime.optimizing import (
 from pd2bw_fx.runtime.slots import Slots
 from pd2bw_fx.runtime.tied_gradients import TiedGradients
 from pd2bw_fx.runtime.update import Clipping, GradientNorm, LossScale, PendingUpdate, Step
+from pd2bw_fx.runtime.weight_average import WeightAverage
 from pd2bw_fx.stage import StageProgram
 
 _MOST_PENDING = 2  # updates; each keeps its gradients
@@ -70,6 +71,7 @@ class WeightStore:
         clipping: Clipping | None = None,
         loss_scale: LossScale | None = None,
         corrector: Corrector | None = None,
+        average_decay: float | None = None,
     ) -> None:
         self.newest = 0
         self.num_versions = num_versions
@@ -90,6 +92,7 @@ class WeightStore:
         self._stepped = [{name: p.view(flat) for name, p in self._spans.items()} for flat in stepped]
         # The optimizer's parameters: stepped in the slot that is being made.
         self._aliases = {name: nn.Parameter(view) for name, view in self._stepped[0].items()}
+        self._average = None if average_decay is None else WeightAverage(average_decay, self._stepped[0])
         self._users = [0] * num_versions
         self._ran_on = 0  # the version of the last backward
         self._ties = TiedGradients(
@@ -252,6 +255,8 @@ class WeightStore:
             told.pop(pending.version - _RATES_KEPT, None)
         if gradients is not None:
             self._step(target, gradients)
+            if self._average is not None:
+                self._average.follow(self._stepped[target])
         self.newest = pending.version
         self._steps.append(Step(pending.version, began_s, added_s, time.perf_counter()))
 
@@ -268,6 +273,11 @@ class WeightStore:
         held = {**self._slots.parameters(self.newest % self.num_versions), **self._slots.buffers()}
         return {name: tensor.detach() for name, tensor in held.items()}
 
+    def averages(self) -> dict[str, Tensor] | None:
+        """Returns the averages of the trainable parameters by name; None where none are kept."""
+        self.finish_update()
+        return None if self._average is None else self._average.tensors()
+
     def state(self) -> RankState:
         """Returns all state from which training can go on. No microbatch may be in flight."""
         self.finish_update()
@@ -279,6 +289,8 @@ class WeightStore:
                 tensors[f"weights_{age}/{name}"] = parameter
         for name, buffer in self._slots.buffers().items():
             tensors[f"buffer/{name}"] = buffer
+        if self._average is not None:
+            tensors |= {f"average/{name}": average for name, average in self._average.state().items()}
         of_optimizer, plain = self._optimizer.state()
         tensors |= of_optimizer
         if self._corrector is not None:
@@ -302,7 +314,8 @@ class WeightStore:
         parameters, buffers = self._slots.parameters(0), self._slots.buffers()
         needed = [f"weights_{age}/{name}" for age in range(self.num_versions) for name in parameters]
         wanted = [f"buffer/{name}" for name in buffers] + [f"optimizer/{name}" for name in self._aliases]
-        found = checkpoint.tensors([*needed, *wanted, "correction"])
+        averaged = [f"average/{name}" for name in self._aliases] if self._average is not None else []
+        found = checkpoint.tensors([*needed, *wanted, *averaged, "correction"])
         missing = [key for key in needed if key not in found]
         if missing:
             raise InputError(
@@ -330,6 +343,9 @@ class WeightStore:
         if self._corrector is not None:
             changes = {k.partition("/")[2]: v for k, v in found.items() if k.startswith("correction/")}
             self._corrector.load(changes, updates)
+        if self._average is not None:
+            averages = {k.partition("/")[2]: v for k, v in found.items() if k.startswith("average/")}
+            self._average.load(averages, self._stepped[updates % self.num_versions])
 
     def train(self, *, on: bool) -> None:
         self._show_newest()

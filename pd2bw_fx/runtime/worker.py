@@ -163,7 +163,10 @@ def _work(received: list[bytes], parent: _Parent, messages: queue.SimpleQueue[An
         parent.tell(Done(float(loss), loss.numbers) if tells else Done())
     tensors = {name: tensor.cpu() for name, tensor in engine.tensors().items()}
     records = engine.records() if records_wanted else ()
-    parent.tell(Finished(tensors, records if job.rank == 0 else ()))
+    averages = engine.averages()
+    if averages is not None:
+        averages = {name: tensor.cpu() for name, tensor in averages.items()}
+    parent.tell(Finished(tensors, averages, records if job.rank == 0 else ()))
     parent.hear_of(lambda: "leaving")  # a closed engine does nothing, and cannot say so
     engine.close()
     dist.destroy_process_group()

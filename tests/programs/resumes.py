@@ -52,6 +52,7 @@ def main() -> None:
         parameter_options=lambda name, weight: {"lr": 1e-3} if weight.dim() > 1 else {"lr": 1e-2},
         microbatches_per_update=4,
         max_gradient_norm=1.0,
+        weight_average=0.9,
     )
     first = engine.load_checkpoint(checkpoints) if (checkpoints / "latest").exists() else 0
     batches: Any = byte_batches(batch_size=8, sequence_length=32, seed=0, num_batches=num_updates)
@@ -62,9 +63,10 @@ def main() -> None:
             if engine.updates == kill_at and engine.rank == 1:
                 checkpoint.save_tensors = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
             engine.save_checkpoint(checkpoints)
-    weights = engine.state_dict()
+    weights, averaged = engine.state_dict(), engine.averaged_state_dict()
     if engine.rank == 0:
-        save_file({name: tensor.clone() for name, tensor in weights.items()}, folder / "weights.safetensors")
+        for name, state in (("weights", weights), ("averaged", averaged)):
+            save_file({key: tensor.clone() for key, tensor in state.items()}, folder / f"{name}.safetensors")
         known = {update: float(loss) for update, loss in losses.items()}
         (folder / "losses.json").write_text(json.dumps({"first": first, "losses": list(known.values())}))
     kept += [engine, losses]
