@@ -114,3 +114,23 @@ def test_dual_numbers_are_refused_with_their_line() -> None:
 
     with pytest.raises(TraceError, match=r"dual numbers \(test_function_transforms.py:\d+: with .*func\.jvp"):
         pd2bw_fx.split(Dual(), torch.randn(4, 3), cluster=1, costs="analytic")
+
+
+class Adversary(Field):
+    """Calls its layers with weights that are given to them, and then with their own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        fixed = {name: weight.detach() for name, weight in self.layers.named_parameters()}
+        deceived = functional_call(self.layers, fixed, (x,)).square().mean()
+        return deceived + self.layers(x.detach()).exp().mean() + 0.5 * self.layers(x - 1).sin().mean()
+
+
+def test_layers_that_are_given_weights_and_called_with_their_own_have_a_method_for_each() -> None:
+    torch.manual_seed(0)
+    model = Adversary().double()
+    batches = torch.randn(3, 4, 3, dtype=torch.float64)
+
+    pipe = pd2bw_fx.split(model, batches[0, :2], cluster=1, costs="analytic", method="1f1b")
+
+    assert "forward_2(" in pipe.stages[0].source
+    assert torch.equal(pipe.run(batches[0])["loss"], model(batches[0]))

@@ -37,7 +37,10 @@ def returning(graph: OperatorGraph) -> set[str]:
 
 
 def unlike_calls(tree: StageTree) -> set[str]:
-    """Collects modules whose calls here differ in their operators: one is cut, or goes another way."""
+    """Collects modules whose calls here differ: one is cut, goes another way, or is given its weights.
+
+    torch.func.functional_call gives a module weights, which its call then has as arguments.
+    """
     calls: dict[str, list[Scope]] = defaultdict(list)
     for scope in walk(tree.root):
         if scope.function is None:
@@ -45,8 +48,15 @@ def unlike_calls(tree: StageTree) -> set[str]:
     return {
         path
         for path, scopes in calls.items()
-        if len(scopes) > 1 and len({operators_of(tree, s) for s in scopes}) > 1
+        if len(scopes) > 1 and len({(operators_of(tree, s), _weights_of(tree, s)) for s in scopes}) > 1
     }
+
+
+def _weights_of(tree: StageTree, scope: Scope) -> frozenset[str]:
+    """Returns the names of a call's own weights; those that it is given are none of them."""
+    read = (value for node in scope.nodes for value in tensors_read(tree.graph, node))
+    own = (tree.parameter(scope, value) for value in read if value.op == "get_attr")
+    return frozenset(name for name in own if name is not None)
 
 
 def names_device(node: fx.Node) -> bool:
