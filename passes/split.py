@@ -26,7 +26,14 @@ from .schedule import check_method, registered_method, schedule_of
 from .split_onnx import takes_onnx_too
 from .trace.eager_run import blaming_the_model
 from .trace_and_profile import Inputs, Pricing, ProfiledModel, profile_of_pipeline, trace_and_profile
-from .verify import Sides, another_example, draws_in_evaluation, evaluation_of, note_on_fast_path
+from .verify import (
+    Sides,
+    another_example,
+    draws_in_evaluation,
+    evaluation_of,
+    note_on_fast_path,
+    note_on_sums,
+)
 
 _UPDATES_SHOWN = 3
 
@@ -176,7 +183,7 @@ def _check(pipeline: Pipeline, known: ProfiledModel, check: bool | str, *, is_ne
     elif is_new and (compares or draws_in_evaluation(known.graph)):
         _tell_of_evaluation(pipeline)
     if example is not None and is_new:
-        _tell_of_the_fast_path(pipeline)
+        _tell_of_own_ways(pipeline)
     if example is not None and check == "full":
         other = another_example(known.graph, example)
         with blaming_the_model(known.graph.model_name, known.reference, other, **_OF_A_FULL_CHECK):
@@ -208,15 +215,15 @@ def _tell_of_the_one_mode(pipeline: Pipeline) -> None:
         pipeline.trace_report = replace(pipeline.trace_report, evaluation=told)
 
 
-def _tell_of_the_fast_path(pipeline: Pipeline) -> None:
-    """Adds to the report what the model returns otherwise where torch takes a way of its own."""
+def _tell_of_own_ways(pipeline: Pipeline) -> None:
+    """Adds to the report what the model returns otherwise where torch takes a way of its own, and sums."""
     model, report, example = pipeline.graph.root, pipeline.trace_report, pipeline.example
     if model is None or pipeline.reference is None or report is None or example is None:
         return
     sides = Sides(pipeline.graph, pipeline.plan, pipeline.programs, example, model, pipeline.reference)
-    note = note_on_fast_path(sides, pipeline.tensors())
-    if note:
-        pipeline.trace_report = replace(report, notes=(*report.notes, note))
+    tensors, m = pipeline.tensors(), pipeline.plan.microbatches_per_update
+    notes = (note_on_fast_path(sides, tensors), note_on_sums(sides, tensors, m) if m > 1 else "")
+    pipeline.trace_report = replace(report, notes=(*report.notes, *filter(None, notes)))
 
 
 def _tell_of_evaluation(pipeline: Pipeline) -> None:

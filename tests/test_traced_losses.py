@@ -243,3 +243,52 @@ def test_a_number_that_the_loss_is_computed_with_needs_no_note() -> None:
     assert trace(_mlp(), (torch.randn(4, 4),), loss_fn=scaled, targets=torch.randn(4, 3)).report.notes == ()
     with pytest.raises(InputError, match=r"returned a Python number, .* the tensor itself, without item\(\)"):
         trace(_mlp(), (torch.randn(4, 4),), loss_fn=lambda output: output.mean().item())
+
+
+class Noisy(nn.Module):
+    """Draws in evaluation too, as an autoencoder's code is drawn; dropout does not then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.drop = _mlp(), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.drop(self.inner(x))
+        return hidden + 0.01 * torch.randn_like(hidden)
+
+
+@pytest.mark.parametrize("kind", [_mlp, Noisy])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_a_loss_that_is_a_sum_over_the_batch_is_told_of(
+    kind: Callable[[], nn.Module], reduction: str
+) -> None:
+    x, y = torch.randn(6, 4), torch.randint(0, 3, (6,))
+
+    pipe = pd2bw_fx.split(
+        kind(),
+        x,
+        loss_fn=nn.CrossEntropyLoss(reduction=reduction),
+        example_targets=y,
+        cluster=2,
+        costs="analytic",
+    )
+
+    assert pipe.trace_report is not None
+    told = [note for note in pipe.trace_report.notes if note.startswith("the loss doubles with the batch")]
+    assert len(told) == (reduction == "sum")
+    assert all("of 4 of them, a loss and gradients 4 times smaller" in note for note in told)
+
+
+def test_a_sum_that_is_divided_by_a_number_of_the_batch_needs_no_note() -> None:
+    class Divided(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = _mlp()
+
+        def forward(self, x: Tensor, num_items: Tensor) -> Tensor:
+            return self.inner(x).square().sum() / num_items
+
+    pipe = pd2bw_fx.split(Divided(), (torch.randn(4, 4), torch.tensor(4.0)), cluster=2, costs="analytic")
+
+    assert pipe.trace_report is not None
+    assert not any("doubles" in note for note in pipe.trace_report.notes)

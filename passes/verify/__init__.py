@@ -11,6 +11,7 @@ difference is larger than its type explains, the model is run again with its wei
     compare      how far two tensors are apart, and how far they may be
     evaluation   what the stages compute differently from the model in evaluation mode
     fast_path    torch's fast path for encoder layers, which stages do not take
+    summed       losses that are sums over the samples of a batch
     reseeding    models that set torch's random generator in their forward
 """
 
@@ -40,6 +41,7 @@ from .sides import (
     run_model,
     run_stages,
 )
+from .summed import note_on_sums
 
 __all__ = [
     "Difference",
@@ -51,6 +53,7 @@ __all__ = [
     "draws_in_evaluation",
     "evaluation_of",
     "note_on_fast_path",
+    "note_on_sums",
     "verify",
 ]
 

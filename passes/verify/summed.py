@@ -1,0 +1,50 @@
+"""Losses that are sums over the samples of a batch, by what they are of a batch twice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from .evaluation import draws_in_evaluation
+from .sides import Sides, model_outputs, randomness, run_forwards, stage_modules
+
+_OF_DRAWS = 0.1  # how far a loss of random numbers may be from twice the other
+
+
+def note_on_sums(sides: Sides, tensors: Mapping[str, Tensor], microbatches_per_update: int) -> str:
+    """Returns a note for users where the loss doubles with the batch, or "".
+
+    None where the loss may be divided by a number that the batch has beside its samples, such as Hugging
+    Face's num_items_in_batch, or where the stages cannot be run on the example twice.
+    """
+    graph, example = sides.graph, sides.example
+    if graph.loss is None or graph.batch_symbol is None or any(not t.dim() for t in example.values()):
+        return ""
+    batched = [name for name in example if (graph.inputs[name].shape or (0,))[0] == graph.batch_symbol]
+    if not batched or 2 * example[batched[0]].shape[0] not in graph.batch_sizes:
+        return ""
+    twice = {name: torch.cat([t, t]) if name in batched else t for name, t in example.items()}
+    try:
+        once, double = (_loss(sides, tensors, given) for given in (example, twice))
+    except Exception:  # an assertion of the model's on its batch, say
+        return ""
+    apart = abs(double - 2 * once)
+    if not once or not apart <= (_OF_DRAWS if draws_in_evaluation(graph) else 1e-3) * abs(once):
+        return ""
+    m = microbatches_per_update
+    return (
+        "the loss doubles with the batch, as a sum over its samples does (reduction='sum'), and an update "
+        f"takes the mean of its microbatches' losses: of {m} of them, a loss and gradients {m} times smaller "
+        "than of the whole batch's sum; take a mean over samples, or choose the learning rate for it"
+    )
+
+
+def _loss(sides: Sides, tensors: Mapping[str, Tensor], example: Mapping[str, Tensor]) -> float:
+    """Returns the loss of the stages in evaluation, in which no dropout is in the way."""
+    modules = [module.eval() for module in stage_modules(sides, tensors)]
+    with randomness(on=True), torch.no_grad():
+        _, produced = run_forwards(sides.programs, modules, example)
+    assert sides.graph.loss is not None
+    return model_outputs(sides.programs, produced)[sides.graph.loss].item()
