@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pd2bw_fx.passes.partition import placement
-from pd2bw_fx.passes.partition.bounds.downsets import DeviceKind, DownSets, OutOfTime
+from pd2bw_fx.passes.partition.bounds.downsets import DeviceKind, DownSets, OutOfTime, down_sets
 from pd2bw_fx.passes.partition.bounds.relaxation import is_refuted
 from pd2bw_fx.passes.partition.choices import Choices, Deadline
 from pd2bw_fx.passes.partition.search import search, search_state
@@ -89,6 +89,19 @@ def test_too_many_down_sets_are_not_enumerated() -> None:
     workload = workload_from_json(data, name="")
     assert _down_sets(workload, 1000) is None
     assert len(_down_sets(workload, 2**12)) == 2**12
+
+
+def test_where_many_nodes_are_side_by_side_no_down_set_is_listed_to_tell_that_there_are_too_many() -> None:
+    no_time, row = Deadline(0.0), [(at, at + 1) for at in range(19)]
+
+    def behind_a_row(width: int) -> list[tuple[int, int]]:
+        return [*row, *((19, 20 + at) for at in range(width))]
+
+    assert down_sets(60, behind_a_row(40), 10**5, no_time) is None
+    assert len(down_sets(26, behind_a_row(6), 84) or []) == 20 + 2**6
+    assert down_sets(26, behind_a_row(6), 83) is None
+    with pytest.raises(OutOfTime):
+        down_sets(26, behind_a_row(6), 84, no_time)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -293,6 +293,8 @@ def down_sets(
         before[v] |= 1 << u
         after[u].append(v)
     roots = tuple(v for v in range(num_nodes) if not before[v])
+    if _widest(num_nodes, before, after) >= max_sets.bit_length():  # any part of these may be in a set
+        return None
     found: list[int] = [0]
     level: dict[int, tuple[int, ...]] = {0: roots}
     while level:
@@ -306,11 +308,22 @@ def down_sets(
                     continue
                 more = [v for v in after[node] if before[v] & ~grown == 0]
                 larger[grown] = (*(v for v in ready if v != node), *more)
+            if len(found) + len(larger) > max_sets:
+                return None
         found += larger
-        if len(found) > max_sets:
-            return None
         level = larger
     return found
+
+
+def _widest(num_nodes: int, before: Sequence[int], after: Sequence[Sequence[int]]) -> int:
+    """Returns the most nodes that are equally far from the start, none of which comes before another."""
+    ready, done, widest = {v for v in range(num_nodes) if not before[v]}, 0, 0
+    while ready:
+        widest = max(widest, len(ready))
+        for node in ready:
+            done |= 1 << node
+        ready = {v for node in ready for v in after[node] if before[v] & ~done == 0}
+    return widest
 
 
 def _members(sets: Sequence[int], num_nodes: int) -> Flags:
