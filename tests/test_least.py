@@ -7,15 +7,20 @@ import itertools
 import numpy as np
 import pytest
 
-from pd2bw_fx.passes.partition import placement
+from pd2bw_fx.cluster import Cluster
+from pd2bw_fx.passes.partition import partition, placement
 from pd2bw_fx.passes.partition.bounds.downsets import DeviceKind
 from pd2bw_fx.passes.partition.bounds.least_load import LeastLoads
 from pd2bw_fx.passes.partition.bounds.windows import Reach
 from pd2bw_fx.passes.partition.choices import Deadline
 from pd2bw_fx.passes.partition.instance import Instance, evaluate, respects_edges
+from pd2bw_fx.passes.partition.memory_kept import kept_by
 from pd2bw_fx.passes.partition.search.intervals import best_cut
 from pd2bw_fx.passes.partition.search.orders import Shuffler, topological_orders
+from pd2bw_fx.passes.partition.search.search_state import SearchState
+from pd2bw_fx.problem import Block, Problem, Value
 from pd2bw_fx.workload import Workload, workload_from_json
+from tests.brute_force import brute_force
 from tests.drawn_workloads import choices_of, drawn_workload
 
 
@@ -89,6 +94,45 @@ def test_a_node_between_dear_tensors_drags_its_neighbours_along_or_pays_for_them
     assert floor_s([9.0, 9.0, 9.0, 9.0], 10.0) == pytest.approx(9.0)  # with all the others
     assert floor_s([0.5, 9.0, 0.25, 9.0], 8.0) == pytest.approx(6.75)  # with the one before
     assert floor_s([9.0, 9.0, 9.0, 9.0], 7.0) == pytest.approx(7.0)  # told as the target
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_bound_that_is_known_leaves_out_only_what_does_not_exceed_it(seed: int) -> None:
+    kinds = kinds_of(drawn_workload(seed))
+    reach = Reach(kinds[0].instance.num_nodes, kinds[0].instance.edges)
+    largest_s = max(float(kind.instance.work_s[kind.stage].max()) for kind in kinds)
+    for target_s in (1.1 * largest_s, 2.0 * largest_s, 4.0 * largest_s):
+        if not 0 < target_s < np.inf:
+            continue
+        floor_s = LeastLoads(kinds, reach).floor_s(target_s, Deadline(30.0))
+        for known_s in (0.5 * target_s, 0.999 * floor_s, floor_s, 0.9 * target_s):
+            found_s = LeastLoads(kinds, reach).floor_s(target_s, Deadline(30.0), known_s=known_s)
+            assert max(found_s, known_s) == pytest.approx(max(floor_s, known_s), rel=1e-9)
+
+
+def test_a_block_between_dear_values_proves_a_plan_before_anything_else_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    work_s, dear, cheap = (1.0, 1.0, 1.0, 5.0, 1.0, 1.0, 1.0), 3000, 100
+    blocks = tuple(Block(f"b{at}", (), (s,) * 4, (0.0,) * 4) for at, s in enumerate(work_s))
+    values = tuple(
+        Value(f"v{at}", f"b{at}", (f"b{at + 1}",), dear if at in (2, 3) else cheap) for at in range(6)
+    )
+    problem = Problem(blocks, values, {})
+    cluster = Cluster.uniform(4, memory_bytes=2**30, bytes_per_s=1e3, latency_s=0.0)
+    optimum = brute_force(problem, cluster, kept_by("2bw", 4, 8), overlap=False, recompute=False)
+    for step in ("ask_programs", "ask_relaxed_bound", "shuffle"):
+        monkeypatch.setattr(SearchState, step, lambda state, gap, **_: assert_proven(state, gap))
+
+    plan = partition(problem, cluster)
+
+    assert optimum == pytest.approx(7.2)
+    assert plan.bottleneck_s == pytest.approx(optimum)
+    assert plan.gap <= 1e-4
+
+
+def assert_proven(state: SearchState, gap: float) -> None:
+    assert state.is_proven(gap)
 
 
 def test_what_is_too_far_away_for_one_stage_does_not_save_a_transfer() -> None:

@@ -13,7 +13,7 @@ either pays for them or brings half the graph with it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,16 +45,26 @@ def _cheapest_s(instance: Instance, stage: int) -> Floats:
     return cheapest_s
 
 
+class _Wanted(NamedTuple):
+    """Which bounds are looked for, in units: the search ends at the first that is `enough`."""
+
+    more_than: float
+    enough: float
+
+
 class LeastLoads:
     """The bound for one target after another. Loads have to be sums, so `overlap` has to be False."""
 
     def __init__(self, kinds: Sequence[DeviceKind], reach: Reach) -> None:
         self._kinds = [_KindLoads(kind, reach) for kind in kinds]
 
-    def floor_s(self, target_s: float, deadline: Any) -> float:
-        """Returns a bound, at most the target, that no assignment is faster than."""
+    def floor_s(self, target_s: float, deadline: Any, *, known_s: float = 0.0) -> float:
+        """Returns a bound, at most the target, that no assignment is faster than. Larger ones than `known_s`
+        are looked for, which is a bound that is known."""
         units = _UNITS / target_s
-        by_kind = [kind.least(units, deadline) for kind in self._kinds]
+        # On devices of one kind, a node whose load is the target refutes it, and no other needs to be asked.
+        wanted = _Wanted(max(_NEAR * _UNITS, known_s * units), _UNITS if len(self._kinds) == 1 else np.inf)
+        by_kind = [kind.least(units, deadline, wanted) for kind in self._kinds]
         return min(target_s, float(np.min(by_kind, axis=0).max()) / units)
 
 
@@ -70,7 +80,7 @@ class _KindLoads:
         forbidden = np.zeros(instance.num_nodes, dtype=bool)
         self._forbidden = forbidden if instance.forbidden is None else instance.forbidden[stage]
 
-    def least(self, units: float, deadline: Any) -> Any:
+    def least(self, units: float, deadline: Any, wanted: _Wanted) -> Any:
         """Returns a bound for each node on the load of its stage, in units, with `units` of them a second. It
         is infinite where the node is forbidden on this kind of device."""
         # Amounts over twice the target are out of reach anyway, and are cut off there.
@@ -79,29 +89,37 @@ class _KindLoads:
             for amount in (self._work_s, self._cost_s)
         )
         bound = work.astype(np.float64)
-        if cost.any():
-            alone = work.copy()
-            for members, price in zip(self._members, cost.tolist(), strict=True):
-                alone[list(members)] += price
+        alone = work.copy()
+        for members, price in zip(self._members, cost.tolist(), strict=True):
+            alone[list(members)] += price
+        if cost.any() and alone.max() > wanted.more_than:
             tensors = zip(self._members, cost.tolist(), strict=True)
             network = LoadNetwork(dict(enumerate(work.tolist())), tensors)
-            self._raise(bound, network, alone, work, deadline)
+            self._raise(bound, network, alone, work, deadline, wanted)
         bound[self._forbidden] = np.inf
         return bound
 
     def _raise(
-        self, bound: Any, network: LoadNetwork, alone: Integers, work: Integers, deadline: Any
+        self,
+        bound: Any,
+        network: LoadNetwork,
+        alone: Integers,
+        work: Integers,
+        deadline: Any,
+        wanted: _Wanted,
     ) -> None:
         """Raises bounds of nodes that may exceed the target to their least cuts, most expensive first."""
         most = alone.copy()  # an upper bound on the least load around each node
         while deadline.left_s > 0:
             node = int(most.argmax())
-            if most[node] <= _NEAR * _UNITS:
+            if most[node] <= wanted.more_than:
                 return
             value, held = network.least({node})
             if value > _NEAR * _UNITS:
                 value = self._cut_apart(network, node, work, deadline)
             bound[node] = value
+            if value >= wanted.enough:
+                return
             # The least load around any node held with this one is at most `value`. A cut of its own, with
             # other nodes kept away, could be higher, and is not looked for.
             most[[node, *held]] = 0

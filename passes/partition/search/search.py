@@ -5,7 +5,8 @@ which lowers the target for all. What is refuted at a target is refuted at every
 problem the first pass asks for a coarse improvement and the next for a fine one, so that a search which runs
 out of time has still proven something.
 
-Where stages are alike and there are few down-sets, relaxed rules are asked before any integer program.
+Where there is one order of the devices, single nodes are asked for a bound first. Where stages are alike and
+there are few down-sets, relaxed rules are asked before any integer program.
 
 What integer programs leave open in their first share of the time is then approached from both sides without
 them: assignments under relaxed rules are enumerated, other topological orders are cut, and single nodes give
@@ -153,6 +154,7 @@ def _problem_steps(state: SearchState) -> Sequence[_Step]:
     )
     is_large = state.choices[0].num_nodes > _MANY_NODES
     return (
+        _Step(None, state.ask_least_loads),
         *(() if is_large else (_Step(None, ask_soon),)),
         _Step(None, state.ask_programs),
         _Step(0.5, functools.partial(state.ask_relaxed_bound, max_size=0)),

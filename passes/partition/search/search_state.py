@@ -191,7 +191,7 @@ class SearchState:
         if self.least_loads is None or is_far or not self.bound_s() < target_s < np.inf:
             return
         share = Deadline(self.deadline.left_s * _LEAST_LOADS_SHARE)
-        found_s = self.least_loads.floor_s(target_s, share)
+        found_s = self.least_loads.floor_s(target_s, share, known_s=self.bound_s())
         if share.left_s > 0:
             self.least_load_s = found_s
         self.floor_s = max(self.floor_s, found_s)
