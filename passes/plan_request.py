@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
+
 from pd2bw_fx.actions import Shape, require_microbatches
 from pd2bw_fx.arguments import (
     make_plain,
@@ -21,12 +23,12 @@ from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.costs import MemoryModel
 from pd2bw_fx.errors import InfeasibleError, InputError, SolverError
-from pd2bw_fx.plan import Plan, Progress
+from pd2bw_fx.plan import Plan, Progress, update_s
 from pd2bw_fx.problem import Problem
 
 from .arrange import CHUNKS, arrange, requested_shape, shape_again, share_out
 from .check_given_plan import check_given_plan
-from .partition import Deadline, NothingFaster
+from .partition import Deadline, NothingFaster, floor_s
 from .schedule import BaPipe, Placing, method_of
 from .solver import check_solver
 
@@ -153,7 +155,8 @@ class PlanRequest:
 
         The fastest plan takes least for a microbatch, with filling and draining shared out over those of an
         update. An update has as many microbatches as it would have if that number of stages were asked for.
-        Ctrl-C ends all of it. The bound is 0 where the time was too short for some number of stages.
+        No plan is made of a number whose work alone takes as long as the best plan. Ctrl-C ends all of it.
+        The bound is 0 where the time was too short for some number of stages.
         """
         started_s, deadline = time.perf_counter(), Deadline(self.time_limit_s)
         best: tuple[Plan, Shape] | None = None
@@ -165,11 +168,16 @@ class PlanRequest:
             if deadline.is_stopped and best is not None:
                 bounds_s[number * on_each] = 0.0
                 break
-            # Some time is left for the question whether the numbers that are still open are any faster.
-            rounds = 1 if best is None or best[0].drains else 3
-            share = Deadline(deadline.left_s / (rounds * number), within=deadline)
+            if best is None:
+                share_s = deadline.left_s * (_FIRST_SHARE if number > 1 else 1.0)
+            else:  # some time is left for the question whether the numbers that are open are any faster
+                share_s = deadline.left_s / ((1 if best[0].drains else 3) * number)
             try:
-                found = self._arranged(problem, number * on_each, share)
+                least_s = None if best is None else self._no_faster_s(problem, number, best[0])
+                if least_s is not None:
+                    bounds_s[number * on_each] = least_s
+                    continue
+                found = self._arranged(problem, number * on_each, Deadline(share_s, within=deadline))
             except (InputError, InfeasibleError) as error:  # of the method, or the memory
                 reason = reason or error
                 continue
@@ -188,6 +196,18 @@ class PlanRequest:
         planning_s = time.perf_counter() - started_s
         bound_s = min(bound_s, plan.bottleneck_s)
         return replace(plan, planning_s=planning_s, bound_s=bound_s, bound_of_any=True), shape
+
+    def _no_faster_s(self, problem: Problem, number: int, best: Plan) -> float | None:
+        """Returns a bound on the slowest of so many stages, by their work alone, if they take no less for a
+        microbatch than the best plan; None if they may be faster."""
+        if method_of(self._method).placing is not Placing.ROW:  # a device may have several stages
+            return None
+        work_s = np.array([np.add(block.forward_s, block.backward_s) for block in problem.blocks]).T
+        slowest_s = floor_s(work_s, number)
+        stages_s = max(slowest_s, float(work_s.min(axis=0).sum()))
+        m = self._shape(number).microbatches_per_update
+        least_s = update_s(m, slowest_s, stages_s, drains=best.drains) / m
+        return slowest_s if least_s >= _microbatch_s(best) else None
 
     def _proven(
         self, problem: Problem, best: tuple[Plan, Shape], bounds_s: dict[int, float], deadline: Deadline
@@ -248,6 +268,7 @@ def _microbatch_s(plan: Plan) -> float:
     return plan.update_s / plan.microbatches_per_update
 
 
+_FIRST_SHARE = 2 / 3  # of the time limit, for the first of all numbers of stages
 _LEAST_TIME_S = 1e-3  # enough for a first plan where nothing has to be searched for
 _NUMBERS = (
     "num_stages", "microbatches_per_update", "chunks", "replicas", "max_gap", "time_limit_s",

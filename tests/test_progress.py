@@ -162,6 +162,49 @@ def test_a_number_of_stages_without_a_plan_in_time_leaves_nothing_proven(
     assert requested(num_stages="auto", max_gap=0.1).bound_s == 0
 
 
+@pytest.mark.parametrize("method", ["2bw", "1f1b", "gpipe", "bapipe", "interleaved", "chimera"])
+@pytest.mark.parametrize("seed", range(6))
+def test_any_number_of_stages_is_as_fast_as_the_fastest_of_them(seed: int, method: str) -> None:
+    draw = random.Random(seed)
+    speeds = [draw.choice((0.2, 1.0)) for _ in range(3)]
+    work = [draw.choice((0.5, 1.0, 4.0)) for _ in range(8)]
+    blocks = tuple(Block(f"b{v}", (), *2 * (tuple(w / s for s in speeds),)) for v, w in enumerate(work))
+    num_bytes = draw.choice((1, 20, 60))
+    values = tuple(
+        Value(f"v{v}", f"b{draw.randrange(max(0, v - 2), v)}", (f"b{v}",), num_bytes) for v in range(1, 8)
+    )
+    problem = Problem(blocks, values, {})
+
+    found = requested(problem, num_stages="auto", method=method)
+
+    sizes = {"interleaved": (4, 6), "chimera": (2,)}.get(method, (1, 2, 3))
+    of_each = [requested(problem, num_stages=size, method=method) for size in sizes]
+    fastest_s = min(plan.update_s / plan.microbatches_per_update for plan in of_each)
+    assert found.update_s / found.microbatches_per_update == pytest.approx(fastest_s, rel=1e-4)
+    if method == "2bw":
+        assert fastest_s * (1 - 1.01e-4) <= found.bound_s <= fastest_s
+
+
+@pytest.mark.parametrize("method", ["2bw", "1f1b"])
+def test_numbers_of_stages_whose_work_alone_takes_as_long_as_the_best_are_not_planned(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[tuple[int, float]] = []
+    arrange = plan_request.arrange
+
+    def arranged(problem: Problem, cluster: Cluster, method: str, shape: Shape, **options: Any) -> Any:
+        begun.append((shape.num_stages, options["options"]["time_limit_s"]))
+        return arrange(problem, cluster, method, shape, **options)
+
+    monkeypatch.setattr(plan_request, "arrange", arranged)
+
+    plan = requested(num_stages="auto", method=method, time_limit_s=6000.0)
+
+    assert [number for number, _ in begun] == [3]
+    assert begun[0][1] == pytest.approx(4000.0, rel=0.01)
+    assert plan.gap <= 1e-4
+
+
 @pytest.mark.parametrize("first", ["nothing is proven", "no plan in time"])
 @pytest.mark.parametrize("least", [1, 2, 3])  # of the numbers of stages that are open
 def test_numbers_of_stages_that_are_open_are_asked_for_a_faster_plan_than_the_best(

@@ -36,7 +36,7 @@ real rules, and is evaluated again. The modules of `bounds/` say what they relax
 
 from .baselines import Baseline, baselines
 from .check import check_plan
-from .choices import Deadline, NothingFaster
+from .choices import Deadline, NothingFaster, floor_s
 from .constrain import capped, devices_meant
 from .explain import explain
 from .instance import evaluate
@@ -58,6 +58,7 @@ __all__ = [
     "devices_meant",
     "evaluate",
     "explain",
+    "floor_s",
     "partition",
     "partition_replicated",
     "plan_workload",
