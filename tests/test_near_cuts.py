@@ -12,6 +12,7 @@ import pytest
 
 from pd2bw_fx.passes.partition import placement
 from pd2bw_fx.passes.partition.bounds.charges import charges_within
+from pd2bw_fx.passes.partition.bounds.closures import Closures, Potential
 from pd2bw_fx.passes.partition.bounds.cut_graph import CutGraph
 from pd2bw_fx.passes.partition.bounds.downsets import DeviceKind, DownSets
 from pd2bw_fx.passes.partition.bounds.near_cuts import Listed, NearCuts
@@ -169,6 +170,27 @@ def test_no_assignment_pays_less_than_it_is_charged(seed: int) -> None:
                 assert charged_s[j + 1 :].sum() + charges.behind[j] @ sets[j] <= paid_s[j:].sum() + 1e-9
             if share == 1.0:
                 assert charged_s.sum() == pytest.approx(paid_s.sum(), rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.parametrize("length", [1, 3, 63, 64, 65, 130])
+def test_the_closures_of_two_rows_are_all_listed_however_many_words_their_nodes_fill(length: int) -> None:
+    """Two rows side by side, of which the second is one node: a prefix of the first, with and without it."""
+    arcs = np.array([(at, at + 1) for at in range(length - 1)], dtype=np.int64).reshape(-1, 2)
+    nodes, free = length + 1, np.zeros(length + 1)
+    anything = Potential(0.0, 0.0, free, free, np.zeros(len(arcs)))
+    closures = Closures(nodes, arcs, np.zeros(nodes, dtype=bool), [])
+    count = 2 * (length + 1)
+
+    found, are_all = closures.within([anything], count, Deadline(30.0), or_the_best=False)
+
+    expected = {(*(at < size for at in range(length)), other) for size in range(nodes) for other in (0, 1)}
+    assert are_all
+    assert len(found) == count
+    assert {tuple(taken) for taken in found.tolist()} == expected
+    # At one for each node taken and a room of one: nothing, and the first node of either row.
+    dear = Potential(0.0, 1.0, np.ones(nodes), free, np.zeros(len(arcs)))
+    few, _ = closures.within([dear], count, Deadline(30.0), or_the_best=False)
+    assert sorted(few.sum(axis=1).tolist()) == [0, 1, 1]
 
 
 def grid(rows: int, columns: int) -> Workload:

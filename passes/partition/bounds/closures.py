@@ -26,6 +26,7 @@ from pd2bw_fx.passes.partition.instance import Flags, Floats, Integers
 
 from .downsets import OutOfTime
 
+_BITS, _ONE = 64, np.uint64(1)  # of a word
 _MORE_PARTIAL = 10  # times as many partial closures as whole ones, most of which turn out too dear
 
 
@@ -108,21 +109,25 @@ class Closures:
         continued, those that cost least beyond the first potential. Without it none is returned where there
         are more than `most`, or far more partial ones on the way. Raises OutOfTime.
         """
-        taken = np.zeros((self._num_nodes, 1), dtype=bool)
+        # All of it is copied at every node, so a node is a bit: (words, closures).
+        taken = np.zeros((1 + self._num_nodes // _BITS, 1), dtype=np.uint64)
         beyond = np.zeros((len(potentials), 1))
         rooms = np.array([[potential.room] for potential in potentials])
+        crossed = np.array([potential.crossed for potential in potentials])
         are_all = True
         for node in range(self._num_nodes):
             if deadline.left_s == 0:
                 raise OutOfTime
             arcs = self._arcs_to[node]
-            before = taken[self._arcs[arcs, 0]]  # (arcs, closures)
+            word, bit = np.divmod(self._arcs[arcs, 0], _BITS)
+            before = taken[word] & (_ONE << bit.astype(np.uint64))[:, None] != 0  # (arcs, closures)
             can_take: Flags = np.logical_and.reduce(before, axis=0)
             with_it = np.flatnonzero(can_take)
             without = np.flatnonzero(~can_take) if self._follows[node] else np.arange(len(can_take))
             taking = np.array([[potential.taken[node]] for potential in potentials])
-            leaving = np.array([each.left[node] + each.crossed[arcs] @ before for each in potentials])
-            grown = np.concatenate((beyond[:, with_it] + taking, (beyond + leaving)[:, without]), axis=1)
+            leaving = np.array([[potential.left[node]] for potential in potentials])
+            leaving = leaving + crossed[:, arcs] @ before[:, without].astype(np.float64)
+            grown = np.concatenate((beyond[:, with_it] + taking, beyond[:, without] + leaving), axis=1)
             kept = np.flatnonzero((grown <= rooms).all(axis=0))
             is_last = node == self._num_nodes - 1
             if len(kept) > most * (1 if or_the_best or is_last else _MORE_PARTIAL):
@@ -132,8 +137,10 @@ class Closures:
                 kept = np.sort(kept[np.argsort(grown[0, kept], kind="stable")[:most]])
             came = np.concatenate((with_it, without))[kept]
             taken, beyond = taken[:, came], grown[:, kept]
-            taken[node] = kept < len(with_it)
-        return taken.T, are_all
+            taken[node // _BITS, kept < len(with_it)] |= _ONE << np.uint64(node % _BITS)
+        as_bytes = np.ascontiguousarray(taken.T, dtype="<u8").view(np.uint8)
+        flags = np.unpackbits(as_bytes, axis=1, count=self._num_nodes, bitorder="little").astype(bool)
+        return flags, are_all
 
 
 def _settled(onwards: Flags, is_refuted: Callable[[int], bool], deadline: Any) -> Flags:
