@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from dataclasses import replace
@@ -91,17 +92,31 @@ def test_too_many_down_sets_are_not_enumerated() -> None:
     assert len(_down_sets(workload, 2**12)) == 2**12
 
 
-def test_where_many_nodes_are_side_by_side_no_down_set_is_listed_to_tell_that_there_are_too_many() -> None:
-    no_time, row = Deadline(0.0), [(at, at + 1) for at in range(19)]
+@pytest.mark.parametrize("seed", range(60))
+def test_down_sets_are_told_to_be_too_many_exactly_where_they_are(seed: int) -> None:
+    draw = random.Random(seed)
+    n, density = draw.randint(0, 9), draw.choice((0.1, 0.2, 0.5))
+    edges = [(u, v) for v in range(n) for u in range(v) if draw.random() < density]
+    expected = {
+        members for members in range(2**n) if all(members >> u & 1 or not members >> v & 1 for u, v in edges)
+    }
 
-    def behind_a_row(width: int) -> list[tuple[int, int]]:
-        return [*row, *((19, 20 + at) for at in range(width))]
+    found = down_sets(n, edges, len(expected))
 
-    assert down_sets(60, behind_a_row(40), 10**5, no_time) is None
-    assert len(down_sets(26, behind_a_row(6), 84) or []) == 20 + 2**6
-    assert down_sets(26, behind_a_row(6), 83) is None
+    assert found is not None
+    assert len(found) == len(expected)
+    assert set(found) == expected
+    assert down_sets(n, edges, len(expected) - 1) is None
+
+
+def test_no_down_set_is_listed_where_they_are_too_many() -> None:
+    """The cells of a recurrent network of 8 layers and 40 steps, which have C(48, 8) down-sets."""
+    grid = [(at, at + 8) for at in range(312)] + [(at, at + 1) for at in range(320) if at % 8 < 7]
+    no_time = Deadline(0.0)
+
+    assert down_sets(320, grid, math.comb(48, 8) - 1, no_time) is None
     with pytest.raises(OutOfTime):
-        down_sets(26, behind_a_row(6), 84, no_time)
+        down_sets(320, grid, math.comb(48, 8), no_time)
 
 
 @pytest.mark.parametrize("seed", range(40))

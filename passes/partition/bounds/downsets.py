@@ -286,15 +286,17 @@ class _Table:
 def down_sets(
     num_nodes: int, edges: Sequence[tuple[int, int]], max_sets: int, deadline: Any = None
 ) -> list[int] | None:
-    """Returns all down-sets as bit masks, or None where there are more than `max_sets`. Raises OutOfTime."""
+    """Returns all down-sets as bit masks, or None where there are more than `max_sets`. Nodes are in a
+    topological order. Raises OutOfTime."""
     before = [0] * num_nodes
     after: list[list[int]] = [[] for _ in range(num_nodes)]
     for u, v in edges:
+        assert u < v
         before[v] |= 1 << u
         after[u].append(v)
-    roots = tuple(v for v in range(num_nodes) if not before[v])
-    if _widest(num_nodes, before, after) >= max_sets.bit_length():  # any part of these may be in a set
+    if _are_more_than(max_sets, before, after):
         return None
+    roots = tuple(v for v in range(num_nodes) if not before[v])
     found: list[int] = [0]
     level: dict[int, tuple[int, ...]] = {0: roots}
     while level:
@@ -308,22 +310,32 @@ def down_sets(
                     continue
                 more = [v for v in after[node] if before[v] & ~grown == 0]
                 larger[grown] = (*(v for v in ready if v != node), *more)
-            if len(found) + len(larger) > max_sets:
-                return None
         found += larger
         level = larger
     return found
 
 
-def _widest(num_nodes: int, before: Sequence[int], after: Sequence[Sequence[int]]) -> int:
-    """Returns the most nodes that are equally far from the start, none of which comes before another."""
-    ready, done, widest = {v for v in range(num_nodes) if not before[v]}, 0, 0
-    while ready:
-        widest = max(widest, len(ready))
-        for node in ready:
-            done |= 1 << node
-        ready = {v for node in ready for v in after[node] if before[v] & ~done == 0}
-    return widest
+def _are_more_than(max_sets: int, before: Sequence[int], after: Sequence[Sequence[int]]) -> bool:
+    """Counts down-sets without listing them: those of the nodes so far are told apart only by their nodes
+    that later ones need. No node makes them fewer, so counting stops soon where there are too many."""
+    in_all, counts, needed = 1, {0: 1}, 0
+    needed_until = [0] * len(after)  # the nodes that each node is the last to need
+    for node, readers in enumerate(after):
+        needed_until[max(readers, default=node)] |= 1 << node
+    for node, own in enumerate(before):
+        needed = (needed | 1 << node) & ~needed_until[node]
+        grown: dict[int, int] = {}
+        for members, count in counts.items():
+            left = members & needed
+            grown[left] = grown.get(left, 0) + count
+            if own & ~members == 0:
+                taken = (members | 1 << node) & needed
+                grown[taken] = grown.get(taken, 0) + count
+                in_all += count
+        if in_all > max_sets:
+            return True
+        counts = grown
+    return in_all > max_sets
 
 
 def _members(sets: Sequence[int], num_nodes: int) -> Flags:
