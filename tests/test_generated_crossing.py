@@ -119,6 +119,54 @@ def test_a_cut_within_a_module_gives_values_the_names_that_they_have_there() -> 
     )
 
 
+class _Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.act = nn.LayerNorm(8), nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return self.act(x)  # type: ignore[no-any-return]
+
+
+class _NormedShortcut(_Normed):
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = self.norm(x)
+        return self.act(shortcut)  # type: ignore[no-any-return]
+
+
+class _Around(nn.Module):
+    """Reads the shortcut as it is, or through `project`."""
+
+    def __init__(self, inner: nn.Module, project: nn.Module) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(8, 8), inner, nn.Linear(8, 8)
+        self.project = project
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        shortcut = x
+        x = self.inner(x)
+        x = self.last(x)
+        x = x + self.project(shortcut)
+        return x.square().mean()
+
+
+def test_a_second_name_does_not_hide_a_value_of_that_name_from_within_a_module() -> None:
+    model, x = _Around(_NormedShortcut(), nn.Identity()).double(), torch.randn(4, 8, dtype=torch.float64)
+    within = Constraints(stage_of={"inner.norm": 0, "inner.act": 1})
+    pipe = split(model, x, cluster=2, costs="analytic", constraints=within, check="full")
+    assert torch.equal(pipe.run(x)["loss"], model(x))
+
+
+def test_a_value_from_within_a_module_has_no_second_name_of_the_caller() -> None:
+    model, x = _Around(_Normed(), _Normed()).double(), torch.randn(4, 8, dtype=torch.float64)
+    within = Constraints(stage_of={"inner.norm": 0, "project.norm": 0, "inner.act": 1, "project.act": 1})
+    pipe = split(model, x, cluster=2, costs="analytic", constraints=within, check="full")
+    assert "shortcut" not in pipe.stages[1].source
+    assert torch.equal(pipe.run(x)["loss"], model(x))
+
+
 class _Crossing(nn.Module):
     def __init__(self) -> None:
         super().__init__()

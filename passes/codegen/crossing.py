@@ -14,6 +14,7 @@ x = self.norm(x)      x, x_2 -> residual, x                            x, x_2 ->
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
@@ -116,11 +117,23 @@ def _by_second_names(
             if made is None:
                 continue
             later = stage.nodes[stage.nodes.index(node) + 1 :]
-            lines = [line for other in later for line in _lines_of(other, name)]
+            within = depth_within(tree, node)
+            lines = [
+                line for other in later for line in _lines_of(other, name, _depth_beside(node, other, within))
+            ]
             names = (second_name(line, name, made, lines[:at]) for at, line in enumerate(lines))
             if (second := next(filter(None, names), None)) is not None:
                 found[node] = second.name
     return found
+
+
+def _depth_beside(node: fx.Node, other: fx.Node, within: int) -> int:
+    """Returns the depth from which on the bodies around `other` may have a value made at depth `within`.
+
+    The bodies around both that are further out do not have it: only a cut takes it out of its call.
+    """
+    calls = zip(module_calls(node)[:within], module_calls(other), strict=False)
+    return min(within, 1 + sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], calls)))
 
 
 def _line_of(tree: StageTree, node: fx.Node, name: str) -> Line | None:

@@ -238,7 +238,7 @@ class LocalNames:
         made = None if maker is None else self._body.line(self._body.items[maker])
         ran = self._body.lines_between(-1 if maker is None else maker, index)
         second = second_name(line, name, made, ran)
-        if second is None or self.is_live(second.name, index):
+        if second is None or self.is_live(second.name, index - 1):  # the item itself may read its last value
             return None
         return live[0], second
 
