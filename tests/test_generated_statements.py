@@ -221,3 +221,22 @@ def test_what_is_kept_in_an_attribute_is_called_as_the_attribute_is() -> None:
 
     assert "center_of_the_outputs = self.center_of_the_outputs * 0.987654321 + center_of_this_batch" in source
     assert "self.center_of_the_outputs.copy_(center_of_the_outputs)" in source
+
+
+class _Underscored(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_ = self.layer(x)
+        x_ = x_.tanh() + x_
+        return (x_ * x).mean()
+
+
+def test_an_underscore_at_the_end_of_a_name_tells_it_from_another() -> None:
+    assert _body(_Underscored(), torch.randn(4, 8, dtype=torch.float64), of="UnderscoredStage0") == [
+        "x_ = self.layer(x)",
+        "x_ = x_.tanh() + x_",
+        "return (x_ * x).mean()",
+    ]

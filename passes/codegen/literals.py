@@ -143,8 +143,14 @@ def are_numbered(names: Iterable[str]) -> bool:
 
 
 def identifier(text: str, *, fallback: str = "value") -> str:
-    """Returns a safe local name: ASCII, no keyword, no builtin, no name that the file imports."""
-    name = re.sub(r"\W+", "_", text, flags=re.ASCII).strip("_")
-    if not name or not name[0].isalpha():
-        name = f"{fallback}_{name}" if name else fallback
-    return f"{name}_" if name in _RESERVED else name
+    """Returns a safe local name: ASCII, no keyword, no builtin, no name that the file imports.
+
+    An underscore at the end stays, which tells the author's `x_` from `x`.
+    """
+    word = re.sub(r"\W+", "_", text, flags=re.ASCII)
+    name = word.strip("_")
+    if not name:
+        return fallback
+    if not name[0].isalpha():
+        name = f"{fallback}_{name}"
+    return f"{name}_" if name in _RESERVED or text.endswith("_") else name
