@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
-from pd2bw_fx import split
+from pd2bw_fx import Constraints, split
 
 
 def rotate_half(x: Tensor) -> Tensor:
@@ -56,8 +58,57 @@ def test_a_function_that_is_called_twice_is_written_once_and_called_twice() -> N
 
     assert source.count("def rotate_half(x: Tensor) -> Tensor:") == 1
     assert "    return torch.cat([-x2, x1], dim=-1)" in source
-    assert "        q_embed = q * cos + rotate_half(q) * sin" in source
-    assert "        k_embed = k * cos + rotate_half(k) * sin" in source
+    assert "    q_embed = q * cos + rotate_half(q) * sin" in source
+    assert "    k_embed = k * cos + rotate_half(k) * sin" in source
+
+
+def test_a_long_function_is_one_of_the_stage_too_though_it_is_called_once() -> None:
+    source = _source(_Attention(), torch.randn(3, 5, 8))
+
+    assert "def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:" in source
+    assert "    return q_embed, k_embed" in source
+    assert "        q, k = rotated(q, k, angles.cos(), angles.sin())" in source
+
+
+def swapped(x: Tensor, number: float) -> tuple[Tensor, Tensor]:
+    more = x.tanh().cos() * number + x.sin()
+    less = x.tanh().sin() * number - x.cos()
+    return less, more
+
+
+class _Swapped(nn.Module):
+    def __init__(self, *numbers: float) -> None:
+        super().__init__()
+        self.first, self.second, self.numbers = nn.Linear(8, 8), nn.Linear(8, 8), numbers
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        a, b = swapped(x, self.numbers[0])
+        x = self.second(a / b.exp())
+        for number in self.numbers[1:]:
+            c, d = swapped(x, number)
+            x = d - c
+        return x.mean()
+
+
+def test_results_of_a_function_are_in_the_order_in_which_the_author_returns_them() -> None:
+    source = _source(_Swapped(0.5), torch.randn(4, 8))
+
+    assert "    return less, more\n" in source
+    assert "        a, b = swapped(x)" in source
+
+
+def test_a_long_function_whose_calls_do_different_things_is_written_where_it_stands() -> None:
+    assert "def swapped" not in _source(_Swapped(0.5, 1.5), torch.randn(4, 8))
+    assert "def swapped" in _source(_Swapped(0.5, 0.5), torch.randn(4, 8))
+
+
+def test_a_function_that_is_cut_is_written_where_it_stands() -> None:
+    x, within = torch.randn(4, 8), Constraints(stage_of={"add": 0, "sub": 1})
+    pipe = split(_Swapped(0.5), x, cluster=2, costs="analytic", constraints=within, check="full")
+
+    assert pipe.verify().exact
+    assert all("def swapped" not in stage.source for stage in pipe.stages)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -158,25 +209,40 @@ def test_a_stage_with_such_a_function_compiles_as_one_graph() -> None:
     assert torch.equal(compiled(x), stage(x))
 
 
-def _scanned(u: Tensor, D: Tensor, *, z: Tensor) -> Tensor:
+def scanned(u: Tensor, D: Tensor, *, z: Tensor) -> Tensor:
+    mixed = u.tanh() * z + u
+    return mixed * D + D * z
+
+
+def scanned_long(u: Tensor, D: Tensor, *, z: Tensor) -> Tensor:
     mixed = u.tanh() * z.cos() + u
     return mixed * D + D.sin() * mixed.sum(-1, keepdim=True) * z
 
 
 class _Scanning(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, scan: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.layer, self.skip = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+        self.layer, self.skip, self.scan = nn.Linear(8, 8), nn.Parameter(torch.ones(8)), scan
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.layer(x)
-        out = _scanned(y.transpose(1, 2), self.skip.double(), z=x.transpose(1, 2))
+        if self.scan is scanned:
+            out = scanned(y.transpose(1, 2), self.skip.double(), z=x.transpose(1, 2))
+        else:
+            out = scanned_long(y.transpose(1, 2), self.skip.double(), z=x.transpose(1, 2))
         return (out * out.tanh()).mean()
 
 
 def test_what_a_function_is_given_without_a_name_is_called_as_its_parameter() -> None:
-    source = _source(_Scanning(), torch.randn(3, 8, 8))
+    source = _source(_Scanning(scanned), torch.randn(3, 8, 8))
 
     assert "        u = y.transpose(1, 2)" in source
     assert "        D = self.skip.double()" in source
     assert "        z = x.transpose(1, 2)" in source
+
+
+def test_arguments_without_a_name_stand_in_the_order_of_the_parameters_too() -> None:
+    source = _source(_Scanning(scanned_long), torch.randn(3, 8, 8))
+
+    assert "def scanned_long(u: Tensor, D: Tensor, z: Tensor) -> Tensor:" in source
+    assert "        out = scanned_long(y.transpose(1, 2), self.skip.double(), x.transpose(1, 2))" in source

@@ -96,15 +96,13 @@ class Body:
         return tensors_read(self.tree.graph, nodes[0])
 
     def line(self, item: fx.Node | Scope) -> Line | None:
-        if not isinstance(item, Scope):
-            line = line_at(item, self.scope.depth)
-            if line is None or not self._depth_of_calls:
-                return line
-            return replace(line, outer=line.outer[self._depth_of_calls :])
-        if item.call is not None:
-            return item.call.line
-        line = line_at(next(item.nodes), self.scope.depth)
-        return line if line is None or item.function is None else line.of_the_forward
+        if isinstance(item, Scope) and item.call is None:
+            line = line_at(next(item.nodes), self.scope.depth)
+            return line if line is None or item.function is None else line.of_the_forward
+        line = line_at(item, self.scope.depth) if isinstance(item, fx.Node) else _line_of_call(item)
+        if line is None or not self._depth_of_calls:
+            return line
+        return replace(line, outer=line.outer[self._depth_of_calls :])
 
     def is_of_rounds(self, item: fx.Node | Scope) -> bool:
         """Whether the author's line makes such an item again and again, as the rounds of a loop do."""
@@ -315,6 +313,10 @@ def _takes_element(node: fx.Node) -> bool:
 
 def _is_tensor(node: fx.Node) -> bool:
     return node.op == "placeholder" or not isinstance(node.meta.get("val"), list | tuple)
+
+
+def _line_of_call(scope: Scope) -> Line | None:
+    return None if scope.call is None else scope.call.line
 
 
 def is_second_name(item: fx.Node | Scope) -> bool:

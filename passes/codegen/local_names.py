@@ -178,10 +178,12 @@ class LocalNames:
         """
         if not isinstance(item, Scope) or item.is_of_a_map:
             return None
-        if item.call is not None:  # the names of its line are for what is made of the result, if it has none
-            return name_within(self._body.tree, result, item.depth)
         line = self._body.line(item)
         targets = line.assigned if line is not None else ()
+        if item.returns:
+            return targets[item.returns.index(result)] if len(targets) == len(item.returns) else None
+        if item.call is not None:  # the names of its line are for what is made of the result, if it has none
+            return name_within(self._body.tree, result, item.depth)
         place = item.result(result).place
         if line is not None and calls_one(line.code, item.path) and place < len(targets) > 1:
             return targets[int(place)] if targets[int(place)] != "_" else None

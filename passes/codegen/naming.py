@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import fx, nn
@@ -47,6 +47,7 @@ _RESULT_NAMES = {
 
 # They return their operand with other elements: after `out[:, t] = v` the value is still called out.
 _FILLING = {"select_scatter", "slice_scatter", "index_put", "masked_fill", "index_fill"}
+_CASTS = {"float", "double", "half", "bfloat16", "type"}
 # What they return keeps the name of their operand.
 _SAME_VALUE = {"to", "contiguous", "clone", "detach", "type_as", "unsqueeze", "squeeze"}
 # Names of operands by place: a value without a name is called after what it is for.
@@ -265,10 +266,10 @@ def _parameters_given(tree: StageTree, scope: Scope, call: AuthorCall) -> dict[f
     if len(reads) == 1:
         return {reads[0]: call.parameters[0]}
     found = {node: call.given_as.get(_argument_name(tree, scope, node)) for node in reads}
-    unknown = [node for node, parameter in found.items() if parameter is None]
+    unknown = sorted(node for node, parameter in found.items() if parameter is None)
     if len(unknown) == len(call.unnamed) == 1:
-        (found[unknown[0]],) = call.unnamed
-    return found
+        ((_, found[unknown[0]]),) = call.unnamed
+    return found | matched_with_arguments(unknown, call.unnamed)
 
 
 def _argument_name(tree: StageTree, scope: Scope, node: fx.Node) -> str:
@@ -290,6 +291,27 @@ def _argument_name(tree: StageTree, scope: Scope, node: fx.Node) -> str:
         return "hidden"
     source = hands_on(node)
     return result_name(node, node) if source is None else _argument_name(tree, scope, source)
+
+
+def matched_with_arguments(nodes: Sequence[fx.Node], made: Sequence[tuple[str, str]]) -> dict[fx.Node, str]:
+    """Matches operators with a call's arguments that make them; both are in the order in which they run.
+
+    Of an argument there are the method that its expression calls last, and the parameter that it is given as.
+    """
+    found: dict[fx.Node, str] = {}
+    at = 0
+    for node in nodes:
+        own = operator_name(node)
+        later = (place for place in range(at, len(made)) if _is_called(made[place][0], own))
+        place = next(later, None)
+        if place is None:
+            return {}
+        found[node], at = identifier(made[place][1]), place + 1
+    return found
+
+
+def _is_called(method: str, operator: str) -> bool:
+    return method == operator or (operator == "to" and method in _CASTS)
 
 
 def name_where_made(tree: StageTree, node: fx.Node, depth: int) -> str | None:

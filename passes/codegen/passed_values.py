@@ -11,13 +11,10 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
-from .literals import identifier
 from .loops.author_loops import parsed
-from .naming import operator_name
+from .naming import matched_with_arguments
 from .scopes import Line, line_at, module_calls
 from .wording import statement_at
-
-_CASTS = {"float", "double", "half", "bfloat16", "type"}
 
 
 def passed_names(nodes: Sequence[fx.Node], depth: int) -> dict[fx.Node, str]:
@@ -32,7 +29,7 @@ def passed_names(nodes: Sequence[fx.Node], depth: int) -> dict[fx.Node, str]:
             given.setdefault(line, []).append(node)
             functions[line] = functions.get(line, within) & within
     for line, passed in given.items():
-        found |= _matched(passed, _made_in_a_call(line, functions[line]))
+        found |= matched_with_arguments(passed, _made_in_a_call(line, functions[line]))
     return found
 
 
@@ -74,24 +71,6 @@ def _made_in_a_call(line: Line, functions: _Functions) -> list[tuple[str, str]]:
 
 def _name_of(call: ast.Call) -> str:
     return ast.unparse(call.func).rpartition(".")[2]
-
-
-def _matched(nodes: Sequence[fx.Node], made: Sequence[tuple[str, str]]) -> dict[fx.Node, str]:
-    """Matches operators with the arguments that make them; both are in the order in which they run."""
-    found: dict[fx.Node, str] = {}
-    at = 0
-    for node in nodes:
-        own = operator_name(node)
-        later = (place for place in range(at, len(made)) if _is_called(made[place][0], own))
-        place = next(later, None)
-        if place is None:
-            return {}
-        found[node], at = identifier(made[place][1]), place + 1
-    return found
-
-
-def _is_called(method: str, operator: str) -> bool:
-    return method == operator or (operator == "to" and method in _CASTS)
 
 
 @functools.lru_cache(maxsize=256)

@@ -92,21 +92,22 @@ class AuthorCall:
     """A call of a function of the author's: the line that it stands on, and the function's parameters.
 
     `given_as` maps names on the line to the parameters that their values are given as. `unnamed` are the
-    parameters that are given what other expressions make.
+    parameters that are given what other expressions make, each behind the method that its expression calls.
     """
 
     line: Line
     parameters: tuple[str, ...]
     given_as: Mapping[str, str]
-    unnamed: frozenset[str]
+    unnamed: tuple[tuple[str, str], ...]
 
 
 @dataclass(slots=True)
 class Scope:
     """One call of a module, or a function of its own in the stage (`function` is its name).
 
-    A function is a preamble, or one of the author's; then `call` is where the author calls it. `items` are
-    operators and inner calls in program order. `depth` counts modules from the root, whose depth is 0.
+    A function is a preamble, or one of the author's; then `call` is where the author calls it, and `returns`
+    its results in the author's order, if it has several. `items` are operators and inner calls in program
+    order. `depth` counts modules from the root, whose depth is 0.
     """
 
     path: str
@@ -116,6 +117,7 @@ class Scope:
     items: list[fx.Node | Scope] = field(default_factory=list)
     function: str | None = None
     call: AuthorCall | None = None
+    returns: tuple[fx.Node, ...] = ()
 
     @property
     def nodes(self) -> Iterator[fx.Node]:
@@ -140,6 +142,8 @@ class Scope:
 
     def result(self, node: fx.Node) -> Passed:
         """Returns where the author's forward returns a value, unless it leaves the call in another way."""
+        if node in self.returns:
+            return Passed(self.returns.index(node), number=len(self.returns))
         return self._passed(node, RETURNED_AT)
 
     def _passed(self, node: fx.Node, kind: str) -> Passed:

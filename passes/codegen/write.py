@@ -182,9 +182,10 @@ class StageWriter:
         return {name: called.get(f"{scope.path}.{name}", idle) for name in names}
 
     def _write_function(self, scope: Scope) -> None:
+        attributes = Attributes(scope.path, self._module_at, self._attributes.get)
+        self._write_inner(scope, attributes)
         base = f"make_{scope.function}" if scope.call is None else identifier(scope.function or "")
         method = self._helper(scope, base)
-        attributes = Attributes(scope.path, self._module_at, self._attributes.get)
         body = tuple(written(rolled_up(method.body, attributes), attributes, 4))
         others = {MAIN, *self.tree.function_names}
         while True:
