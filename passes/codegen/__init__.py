@@ -32,6 +32,7 @@ An operator as source:
     wording.py         how the author's statement words it: 0.5 * x, torch.exp(x), x**2
     words.py           operators with a spelling of their own: -x, x.mT
     subscripts.py      what is one subscript to the author, and several operators in a trace: x[:, 1:, 0]
+    part_writes.py     what is an assignment to a part of a tensor to the author: x[:, 1:] = y
     functions.py       operators that are functions with other arguments: F.cross_entropy
     spatial.py         convolutions, pooling and resampling as functions: F.max_pool2d
     idioms.py          several operators that are one function: F.normalize

@@ -26,6 +26,7 @@ from .naming import (
     operator_name,
     outer_name,
 )
+from .part_writes import PartWrite, part_writes
 from .passed_values import passed_names
 from .scopes import Line, Scope, line_at
 from .stage_tree import StageTree
@@ -52,6 +53,7 @@ class Body:
         self.symbols = tree.symbols(scope)
         self.gives = tree.gives(scope)
         self.normalized: dict[fx.Node, list[fx.Node]] = {}  # last operator -> all of them
+        self._part_writes: dict[fx.Node, PartWrite] = {}  # by its last operator
         self._depth_of_calls = 0 if scope.call is None else len(scope.call.line.chain)
         self._author_names: dict[tuple[int, fx.Node], str | None] = {}
         self._passed: dict[fx.Node, str] | None = None  # once it is asked
@@ -66,15 +68,27 @@ class Body:
     def _items(self) -> list[fx.Node | Scope]:
         """Lists the items of the body.
 
-        Sizes are left out, as they are written where they are used. F.normalize is one item.
+        Sizes are left out, as they are written where they are used. F.normalize is one item, and so is an
+        assignment to a part of a tensor.
         """
         items = [i for i in self.scope.items if isinstance(i, Scope) or not is_size(self.tree.graph, i)]
         for nodes in normalizations(items):
             is_of_one_region = all(self._marks(node) == self._marks(nodes[-1]) for node in nodes)
             if is_of_one_region and not set(self.gives) & set(nodes[:-1]):
                 self.normalized[nodes[-1]] = nodes
-        inner = {node for nodes in self.normalized.values() for node in nodes[:-1]}
+        for last, write in part_writes(items, self._needs_gradient).items():
+            if len({self._marks(node) for node in (write.base, *write.nodes)}) == 1:
+                self._part_writes[last] = write
+        together = (*self.normalized.values(), *(write.nodes for write in self._part_writes.values()))
+        inner = {node for nodes in together for node in nodes[:-1]}
         return [item for item in items if isinstance(item, Scope) or item not in inner]
+
+    def part_write(self, item: fx.Node | Scope) -> PartWrite | None:
+        """Returns the assignment to a part of a tensor that an item is, or None."""
+        return self._part_writes.get(item) if isinstance(item, fx.Node) else None
+
+    def _needs_gradient(self, node: fx.Node) -> bool:
+        return self.tree.graph.operators[node.name].requires_grad
 
     def results(self, item: fx.Node | Scope) -> list[fx.Node]:
         """Returns the values that an item makes and that something else reads."""
@@ -92,6 +106,8 @@ class Body:
     def _read_by(self, item: fx.Node | Scope) -> list[fx.Node]:
         if isinstance(item, Scope):
             return given_to(self.tree, item)
+        if (write := self.part_write(item)) is not None:
+            return [write.base, *([write.value] if isinstance(write.value, fx.Node) else [])]
         nodes = self.normalized.get(item, [item])
         return tensors_read(self.tree.graph, nodes[0])
 
@@ -193,8 +209,13 @@ class Body:
         """Returns the author's name for an item's result; None where the statement is not for this result."""
         key = id(item), result
         if key not in self._author_names:
-            self._author_names[key] = self._author_name(item, result)
+            self._author_names[key] = self._author_name(item, result) or self._name_when_written(result)
         return self._author_names[key]
+
+    def _name_when_written(self, result: fx.Node) -> str | None:
+        """Returns the `mask` of `mask[:, 0] = 1` for the tensor to a part of which the statement assigns."""
+        last = next((last for last, write in self._part_writes.items() if write.base is result), None)
+        return None if last is None else name_of_filled(last, self.line(last))
 
     def _author_name(self, item: fx.Node | Scope, result: fx.Node) -> str | None:
         line = self.line(item)

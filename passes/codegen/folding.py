@@ -151,6 +151,8 @@ class Folding:
         if self.body.is_element(item) or self.body.is_recurrent(item):
             return False
         reader = users[0]
+        if self.body.part_write(item) is not None or self._is_written_into(result, reader):
+            return False
         if reader == self.end:
             if len(self.body.gives) > 1 and not is_second_name(item):
                 return self._is_made_to_be_returned(item)
@@ -167,6 +169,10 @@ class Folding:
         if self._is_place(item) and not self._is_place(reading):
             return False  # the rows and columns of a mask are worth a name
         return self.body.region(item) == self.body.region(reading)
+
+    def _is_written_into(self, result: fx.Node, reader: int) -> bool:
+        write = None if reader == self.end else self.body.part_write(self.items[reader])
+        return write is not None and write.base is result
 
     def _has_its_name(self, index: int, item: fx.Node | Scope, result: fx.Node) -> bool:
         """Whether a line for the item would begin with the author's name for its result.

@@ -20,6 +20,7 @@ from .local_names import LocalNames
 from .loops.author_loops import counter_of, list_of, round_of
 from .loops.unfold_alike import unfold_alike
 from .naming import element_name, list_returned, result_name
+from .part_writes import PartWrite
 from .parts import name_of_list, names_of_parts
 from .scopes import Scope, walk
 from .sizes import Sizes
@@ -128,6 +129,9 @@ class _Draft:
         if self.body.is_element(item):
             return []  # bound where the tuple is made
         results = self.body.results(item)
+        write = self.body.part_write(item)
+        if write is not None:
+            return [self._part_write(item, write)]
         source = self._source(item)
         if len(results) == 1 and results[0] in self.folding.folded:
             self.sources[results[0]] = source
@@ -139,6 +143,15 @@ class _Draft:
             self._unfold(item, len(text))
         statement = Statement(text, *self._comment(item, results), self._region(item))
         return [self._with_its_loop(statement, item)]
+
+    def _part_write(self, item: fx.Node | Scope, write: PartWrite) -> Statement:
+        """Writes an assignment to a part of a tensor, which keeps its name."""
+        text = write.spelled(self._scene())
+        if len(text) > LONGEST_FOLDED:
+            self._unfold(item, len(text))
+        self._bind(write.nodes[-1], self.names.bound[write.base])
+        statement = Statement(text, *self._comment(item, [write.nodes[-1]]), self._region(item))
+        return replace(self._with_its_loop(statement, item), is_pure=False)
 
     def _with_its_loop(self, statement: Statement, item: fx.Node | Scope) -> Statement:
         line, results = self.body.line(item), self.body.results(item)

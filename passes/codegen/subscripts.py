@@ -31,7 +31,7 @@ _INDICES = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class Step:
     """One operator of a subscript: what stands at a dimension of its operand. None is a new dimension."""
 
     dimension: int
@@ -42,7 +42,7 @@ def basic_subscript(name: str) -> Special:
     """Spells a slice or a selection, together with what is before it, as one subscript."""
 
     def spelled(values: Mapping[str, Any], scene: Scene) -> Source | None:
-        step = _step(name, values)
+        step = step_of(name, values)
         return None if step is None else _subscript(values["self"], [step], scene)
 
     return spelled
@@ -50,11 +50,11 @@ def basic_subscript(name: str) -> Special:
 
 def new_dimension(values: Mapping[str, Any], scene: Scene) -> Source | None:
     """Spells an author's None in a subscript, together with what is before it."""
-    step = _step("unsqueeze", values)
+    step = step_of("unsqueeze", values)
     base, steps = (values["self"], []) if step is None else _chain(values["self"], [step], scene)
     if all(each.place is None for each in steps):
         return _new_dimensions(values, scene, least=1)
-    return _written(base, _places(steps), scene)
+    return _written(base, places_of(steps), scene)
 
 
 def several_new_dimensions(values: Mapping[str, Any], scene: Scene) -> Source | None:
@@ -65,10 +65,10 @@ def several_new_dimensions(values: Mapping[str, Any], scene: Scene) -> Source | 
 def subscript_of_tensors(values: Mapping[str, Any], scene: Scene) -> Source:
     """Spells an index by tensors, together with what is before it."""
     tensors = {at: item for at, item in enumerate(values["indices"]) if item is not None}
-    base, steps = values["self"], list[_Step]()
+    base, steps = values["self"], list[Step]()
     if all(_is_a_list_of_places(item) for item in tensors.values()):
         base, steps = _chain(values["self"], [], scene)
-    places = _places(steps) or []
+    places = places_of(steps) or []
     positions = {_position(places, at): item for at, item in tensors.items()}
     if any(places[at] != _WHOLE for at in positions):
         base, places, positions = values["self"], [_WHOLE] * len(values["indices"]), tensors
@@ -76,9 +76,9 @@ def subscript_of_tensors(values: Mapping[str, Any], scene: Scene) -> Source:
     return _written(base, places, scene, texts)
 
 
-def _subscript(operand: Any, steps: list[_Step], scene: Scene) -> Source:
+def _subscript(operand: Any, steps: list[Step], scene: Scene) -> Source:
     base, steps = _chain(operand, steps, scene)
-    return _written(base, _places(steps), scene)
+    return _written(base, places_of(steps), scene)
 
 
 def _written(
@@ -88,40 +88,50 @@ def _written(
     texts: Mapping[int, str] | None = None,
 ) -> Source:
     assert places is not None
+    return Source(subscripted(base, places, scene, texts))
+
+
+def subscripted(
+    base: Any,
+    places: Sequence[int | slice | None],
+    scene: Scene,
+    texts: Mapping[int, str] | None = None,
+) -> str:
+    """Writes a tensor with a subscript; `texts` has places that are written otherwise."""
     found = [(texts or {}).get(at) or subscript(place, scene) for at, place in enumerate(places)]
-    return Source(f"{scene.receiver(base)}[{', '.join(found)}]")
+    return f"{scene.receiver(base)}[{', '.join(found)}]"
 
 
-def _chain(operand: Any, steps: list[_Step], scene: Scene) -> tuple[Any, list[_Step]]:
+def _chain(operand: Any, steps: list[Step], scene: Scene) -> tuple[Any, list[Step]]:
     """Returns where a subscript with these steps begins, and all of its steps."""
     while isinstance(operand, fx.Node) and operand.target in _OPERANDS:
         name, operands = _OPERANDS[operand.target]
         if scene.source(operand).text.isidentifier() or (name == "unsqueeze" and not is_a_subscript(operand)):
             break
-        step = _step(name, dict(zip(operands, operand.args, strict=False)) | operand.kwargs)
-        if step is None or _places([step, *steps]) is None:
+        step = step_of(name, dict(zip(operands, operand.args, strict=False)) | operand.kwargs)
+        if step is None or places_of([step, *steps]) is None:
             break
         operand, steps = operand.args[0], [step, *steps]
     return operand, steps
 
 
-def _step(name: str, values: Mapping[str, Any]) -> _Step | None:
-    """Returns what an operator has in a subscript, or None for what cannot stand there."""
+def step_of(name: str, values: Mapping[str, Any]) -> Step | None:
+    """Returns what a slice, select or unsqueeze has in a subscript, or None for what cannot stand there."""
     dimension = values.get("dim", 0)
     if not isinstance(dimension, int) or not 0 <= dimension < _MOST_PLACES:
         return None
     if name == "unsqueeze":
-        return _Step(dimension, None)
+        return Step(dimension, None)
     if name == "select":
         index = values["index"]
-        return _Step(dimension, index) if isinstance(index, int) else None
+        return Step(dimension, index) if isinstance(index, int) else None
     start, end = values.get("start"), values.get("end")
     bounds = slice(
         None if start == 0 and type(start) is int else start,
         None if isinstance(end, int) and end >= 2**62 else end,
         values.get("step"),
     )
-    return None if _is_tensor(bounds.start) or _is_tensor(bounds.stop) else _Step(dimension, bounds)
+    return None if _is_tensor(bounds.start) or _is_tensor(bounds.stop) else Step(dimension, bounds)
 
 
 def _is_tensor(bound: Any) -> bool:
@@ -134,7 +144,7 @@ def _is_a_list_of_places(index: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in _INDICES and value.dim() > 0
 
 
-def _places(steps: Sequence[_Step]) -> list[int | slice | None] | None:
+def places_of(steps: Sequence[Step]) -> list[int | slice | None] | None:
     """Returns the places of one subscript, or None where torch would take it apart into other operators.
 
     Torch goes through a subscript from left to right.

@@ -1,0 +1,113 @@
+"""Assignments to parts of a tensor are assignments again, where no one can tell the difference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pd2bw_fx import split
+from pd2bw_fx.passes.codegen import generate
+from tests.stages import case_of, compared, planned
+
+
+def _source(model: nn.Module, *example: Tensor) -> str:
+    """Returns the source of the one stage, without comments; it equals the model."""
+    case = case_of(model.double(), example)
+    (program,) = programs = generate(case.graph, planned(case, 1))
+    assert compared(case, planned(case, 1), programs).exact
+    return "\n".join(line.partition("  # ")[0] for line in program.source.split("\n"))
+
+
+class _Shifted(nn.Module):
+    """A decoder that is given what it is to predict, moved to the right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+
+    def forward(self, labels: Tensor) -> Tensor:
+        shifted = labels.new_zeros(labels.shape)
+        shifted[:, 1:] = labels[:, :-1].clone()
+        shifted[:, 0] = 3
+        return self.head(self.embedding(shifted)).square().mean()  # type: ignore[no-any-return]
+
+
+def test_tokens_are_moved_to_the_right_by_assignments() -> None:
+    assert """
+        shifted = labels.new_zeros(labels.shape[0], 6)
+        shifted[:, 1:] = labels[:, :-1].clone()
+        shifted[:, 0] = 3
+""" in _source(_Shifted(), torch.randint(0, 16, (4, 6)))
+
+
+class _Windows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        mask, count = x.new_zeros((8, 8)), 0
+        for rows in (slice(0, -4), slice(-4, None)):
+            for columns in (slice(0, -4), slice(-4, -2), slice(-2, None)):
+                mask[rows, columns] = count
+                count += 1
+        return (x @ mask).square().mean()
+
+
+def test_a_part_of_a_part_is_assigned_in_one_line() -> None:
+    assert """
+        mask = x.new_zeros(8, 8)
+        mask[:-4, :-4] = 0.0
+        mask[:-4, -4:-2] = 1.0
+        mask[:-4, -2:] = 2.0
+        mask[-4:, :-4] = 3.0
+        mask[-4:, -4:-2] = 4.0
+        mask[-4:, -2:] = 5.0
+        return (x @ mask).square().mean()
+""" in _source(_Windows(), torch.randn(4, 8, dtype=torch.float64))
+
+
+class _ReadBefore(_Windows):
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x.new_ones((8, 8))
+        mask[0] = 2.0
+        before = mask * 3.0
+        mask[:, 1:] = 5.0
+        return (self.linear(x) @ (mask + before)).square().mean()  # type: ignore[no-any-return]
+
+
+class _OfGradients(_Windows):
+    def forward(self, x: Tensor) -> Tensor:
+        out = x.new_zeros((8, 8))
+        out[:, :4] = self.linear(x)[:8, :4]
+        return out.square().mean()
+
+
+class _SeenThroughAView(_Windows):
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x.detach()[:8].clone()
+        rows = mask[:, :2]
+        rows[0] = 5.0
+        mask[:, 1:] = 7.0
+        return (self.linear(x)[:8] * mask * rows.sum()).square().mean()  # type: ignore[no-any-return]
+
+
+def test_what_is_read_as_it_was_before_stays_another_tensor() -> None:
+    x = torch.randn(8, 8, dtype=torch.float64)
+
+    assert "mask[0] = 2.0" in (source := _source(_ReadBefore(), x))
+    assert "mask = mask.slice_scatter(" in source
+    assert "rows.select_scatter(" in _source(_SeenThroughAView(), x)
+    assert "out.slice_scatter(" in _source(_OfGradients(), x)
+
+
+def test_such_a_stage_is_exported_and_compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
+    labels = torch.randint(0, 16, (4, 6))
+    pipe = split(_Shifted(), labels, cluster=1, costs="analytic")
+
+    pipe.export_onnx(tmp_path_factory.mktemp("onnx") / "files")  # compares the files with the stages
+    stage = pipe.stages[0].module.eval()
+    compiled = torch.compile(stage, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(labels), stage(labels))
