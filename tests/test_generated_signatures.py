@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -159,3 +160,21 @@ def test_slices_in_a_row_are_one_subscript() -> None:
     (source,) = sources(Sliced(), torch.randn(3, 4, 5))
 
     assert "x[:, ::2, 1:3]" in source
+
+
+class _Many(nn.Module):
+    """Gives a stage many results."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(4, 4) for _ in range(number))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [linear(x) for linear in self.linears]
+
+
+@pytest.mark.parametrize(("number", "annotation"), [(2, "tuple[Tensor, Tensor]"), (7, "tuple[Tensor, ...]")])
+def test_results_are_annotated_one_by_one_while_they_are_few(number: int, annotation: str) -> None:
+    pipe = pd2bw_fx.split(_Many(number), torch.randn(2, 4), cluster=1, costs="analytic")
+
+    assert f"def forward(self, x: Tensor) -> {annotation}:" in pipe.stages[0].source

@@ -26,6 +26,8 @@ from .stage_tree import StageTree
 from .template import Call, ClassOf, Fixed, Leaf, Part, Template
 from .written import Method, reference
 
+_MOST_COUNTED = 6  # results that an annotation has one by one
+
 
 class StageWriter:
     """Writes the classes and helper functions of one stage; `classes` has them in order of definition."""
@@ -301,9 +303,9 @@ def _annotated(method: Method) -> list[str]:
 
 def _returned(scope: Scope, tree: StageTree) -> str:
     gives = len(tree.gives(scope))
-    if gives == 0:
-        return "None"
-    return "Tensor" if gives == 1 else f"tuple[{', '.join(['Tensor'] * gives)}]"
+    if gives < 2:
+        return "Tensor" if gives else "None"
+    return f"tuple[{', '.join(['Tensor'] * gives)}]" if gives <= _MOST_COUNTED else "tuple[Tensor, ...]"
 
 
 def docstring(text: ClassText) -> list[str]:
