@@ -77,6 +77,13 @@ def test_an_option_that_cannot_be_is_refused_by_the_engine(
             "backend='nccl' moves tensors between GPUs, and rank 0 computes",
         ),
         ({"weight_average": 1.0}, "weight_average is 1.0; a decay from 0 to below 1, such as 0.999, was"),
+        (
+            {"scaler": None},
+            'scaler is no option of training; precision="fp16" scales the loss, "bf16" is auto',
+        ),
+        ({"criterion": None}, r"criterion is no option of training; .*: split\(model, .., loss_fn=..\)"),
+        ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps is no .*; microbatches_per_update"),
+        ({"gradient_clip_val": 1.0}, r"gradient_clip_val is no option .*; did you mean max_gradient_norm\?"),
         ({"ema": 0.99}, "ema is no option of training; weight_average=0.999, say, is the decay of a moving"),
         ({"record": -1}, "record is -1; a whole number of zero or more was expected"),
         ({"seed": "x"}, "seed is 'x'; a whole number or None was expected"),

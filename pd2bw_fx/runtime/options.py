@@ -163,6 +163,15 @@ _OF_THE_OPTIMIZER = (
 )
 _OF_THE_BATCHES = "batches are gone through once: give those of all epochs, as itertools.chain does"
 _ELSEWHERE = {
+    **dict.fromkeys(("scaler", "grad_scaler", "amp"), 'precision="fp16" scales the loss, "bf16" is autocast'),
+    **dict.fromkeys(("loss_fn", "criterion"), "it is traced with the model: split(model, .., loss_fn=..)"),
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "accumulate_grad_batches"),
+        "microbatches_per_update is the number of parts that each batch is cut into",
+    ),
+    **dict.fromkeys(
+        ("max_grad_norm", "clip_grad_norm", "gradient_clip_val"), "did you mean max_gradient_norm?"
+    ),
     **dict.fromkeys(("ema", "ema_decay"), "weight_average=0.999, say, is the decay of a moving average"),
     **dict.fromkeys(("lr", "learning_rate", "weight_decay", "momentum"), _OF_THE_OPTIMIZER),
     **dict.fromkeys(("epochs", "num_epochs", "max_epochs"), _OF_THE_BATCHES),
