@@ -254,7 +254,7 @@ class Noisy(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.drop(self.inner(x))
-        return hidden + 0.01 * torch.randn_like(hidden)
+        return hidden + 0.3 * torch.randn_like(hidden)
 
 
 @pytest.mark.parametrize("kind", [_mlp, Noisy])

@@ -10,14 +10,16 @@ from torch import Tensor
 from .evaluation import draws_in_evaluation
 from .sides import Sides, model_outputs, randomness, run_forwards, stage_modules
 
-_OF_DRAWS = 0.1  # how far a loss of random numbers may be from twice the other
+# How far the double may be from twice the loss, as a share of it. A loss of random numbers (an autoencoder's
+# drawn code) has others for each batch; a mean over samples is a whole loss away.
+_APART, _APART_OF_DRAWS = 1e-3, 0.3
 
 
 def note_on_sums(sides: Sides, tensors: Mapping[str, Tensor], microbatches_per_update: int) -> str:
     """Returns a note for users where the loss doubles with the batch, or "".
 
-    None where the loss may be divided by a number that the batch has beside its samples, such as Hugging
-    Face's num_items_in_batch, or where the stages cannot be run on the example twice.
+    There is none where the loss may be divided by a number that the batch has beside its samples, such as
+    Hugging Face's num_items_in_batch, or where the stages cannot be run on the example twice.
     """
     graph, example = sides.graph, sides.example
     if graph.loss is None or graph.batch_symbol is None or any(not t.dim() for t in example.values()):
@@ -31,7 +33,7 @@ def note_on_sums(sides: Sides, tensors: Mapping[str, Tensor], microbatches_per_u
     except Exception:  # an assertion of the model's on its batch, say
         return ""
     apart = abs(double - 2 * once)
-    if not once or not apart <= (_OF_DRAWS if draws_in_evaluation(graph) else 1e-3) * abs(once):
+    if not once or not apart <= (_APART_OF_DRAWS if draws_in_evaluation(graph) else _APART) * abs(once):
         return ""
     m = microbatches_per_update
     return (

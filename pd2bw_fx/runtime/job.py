@@ -217,11 +217,11 @@ def _require_frozen_as_split(graph: OperatorGraph) -> None:
         if name in now and now[name].requires_grad != spec.trainable
     ]
     if changed:
-        is_frozen = graph.parameters[changed[0]].trainable
-        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        how = "frozen" if graph.parameters[changed[0]].trainable else "made trainable"
+        more = f" and {len(changed) - 1} more were" if len(changed) > 1 else " was"
         raise InputError(
-            f"the parameter {changed[0]!r}{more} was {'frozen' if is_frozen else 'made trainable'} after the "
-            "split, which decides what is trained; set requires_grad before it: split the model again"
+            f"the parameter {changed[0]!r}{more} {how} after the split, which decides what is trained; set "
+            "requires_grad before it: split the model again"
         )
 
 
