@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .evaluation import draws_in_evaluation
 from .sides import Sides, model_outputs, randomness, run_forwards, stage_modules
@@ -28,8 +28,9 @@ def note_on_sums(sides: Sides, tensors: Mapping[str, Tensor], microbatches_per_u
     if not batched or 2 * example[batched[0]].shape[0] not in graph.batch_sizes:
         return ""
     twice = {name: torch.cat([t, t]) if name in batched else t for name, t in example.items()}
+    modules = [module.eval() for module in stage_modules(sides, tensors)]  # no dropout is in the way
     try:
-        once, double = (_loss(sides, tensors, given) for given in (example, twice))
+        once, double = (_loss(sides, modules, given) for given in (example, twice))
     except Exception:  # an assertion of the model's on its batch, say
         return ""
     apart = abs(double - 2 * once)
@@ -43,9 +44,7 @@ def note_on_sums(sides: Sides, tensors: Mapping[str, Tensor], microbatches_per_u
     )
 
 
-def _loss(sides: Sides, tensors: Mapping[str, Tensor], example: Mapping[str, Tensor]) -> float:
-    """Returns the loss of the stages in evaluation, in which no dropout is in the way."""
-    modules = [module.eval() for module in stage_modules(sides, tensors)]
+def _loss(sides: Sides, modules: Sequence[nn.Module], example: Mapping[str, Tensor]) -> float:
     with randomness(on=True), torch.no_grad():
         _, produced = run_forwards(sides.programs, modules, example)
     assert sides.graph.loss is not None
