@@ -70,6 +70,31 @@ def test_a_long_function_is_one_of_the_stage_too_though_it_is_called_once() -> N
     assert "        q, k = rotated(q, k, angles.cos(), angles.sin())" in source
 
 
+def turned(x: Tensor, table: Tensor) -> Tensor:
+    cos, sin = table.chunk(2, dim=0)
+    return x * cos + rotate_half(x) * sin
+
+
+class _Tabled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("table", torch.rand(10, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = turned(self.q(x), self.table)
+        k = turned(self.k(x), self.table)
+        return (q * k).mean()
+
+
+def test_a_function_may_be_given_a_buffer() -> None:
+    source = _source(_Tabled(), torch.randn(3, 5, 8))
+
+    assert "def turned(x: Tensor, table: Tensor) -> Tensor:" in source
+    assert "        q = turned(self.q(x), self.table)" in source
+    assert "        k = turned(self.k(x), self.table)" in source
+
+
 def swapped(x: Tensor, number: float) -> tuple[Tensor, Tensor]:
     more = x.tanh().cos() * number + x.sin()
     less = x.tanh().sin() * number - x.cos()
@@ -198,6 +223,15 @@ def test_a_function_holds_the_numbers_that_all_of_its_calls_give_it() -> None:
 def test_calls_that_do_different_things_are_written_where_they_stand() -> None:
     assert "def scaled" not in _source(_Calling(scaled, 2.5, 0.5), torch.randn(4, 8))
     assert "def noisy" not in _source(_Calling(noisy), torch.randn(4, 8))
+
+
+def dropped(x: Tensor, training: float) -> Tensor:
+    y = torch.nn.functional.dropout(x, 0.0, training=bool(training))
+    return y.cos().tanh()
+
+
+def test_a_function_that_does_something_else_in_evaluation_is_written_where_it_stands() -> None:
+    assert "def dropped" not in _source(_Calling(dropped, 1.0, 1.0), torch.randn(4, 8))
 
 
 def test_a_stage_with_such_a_function_compiles_as_one_graph() -> None:

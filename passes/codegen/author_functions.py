@@ -25,6 +25,7 @@ from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.program import autocast_of
 
 from .cut import is_number, is_size, size_symbol
+from .layers import mode_of
 from .loops.author_loops import parsed
 from .scopes import AuthorCall, Line, Scope, line_at, module_calls, walk
 from .wording import statement_at
@@ -175,7 +176,9 @@ def _is_of_tensors(graph: OperatorGraph, call: _Call) -> bool:
     given = [operand for operand in read - inside if not _is_size(graph, operand)]
     return (
         bool(given)
-        and all(_is_plain_tensor(node) for node in (*given, *_leaving(call)))
+        and all(map(_is_plain_tensor, (*given, *_leaving(call))))
+        and any(node.op != "get_attr" for node in given)
+        and all(str(node.target) in graph.buffers for node in given if node.op == "get_attr")
         and all(node.op == "call_function" and _is_pure(graph, node) for node in call.nodes)
         and not any(map(_is_in_a_region, call.nodes))
     )
@@ -225,12 +228,14 @@ def _is_size(graph: OperatorGraph, node: fx.Node) -> bool:
 
 
 def _is_plain_tensor(node: fx.Node) -> bool:
-    return node.op != "get_attr" and isinstance(node.meta.get("val"), torch.Tensor) and not is_number(node)
+    return isinstance(node.meta.get("val"), torch.Tensor) and not is_number(node)
 
 
 def _is_pure(graph: OperatorGraph, node: fx.Node) -> bool:
+    """Whether an operator does nothing but compute, and the same in training as in evaluation."""
     operator = graph.operators[node.name]
-    return not (operator.is_random or operator.writes_buffers) and operator.memory_group is None
+    does_more = operator.is_random or operator.writes_buffers or operator.memory_group is not None
+    return not does_more and mode_of(node) is not True
 
 
 def _is_in_a_region(node: fx.Node) -> bool:
@@ -278,8 +283,8 @@ def _author_call(line: Line, name: str, parameters: tuple[str, ...]) -> AuthorCa
     for call in _calls_of(statement_at(line), name):
         named = {word.arg: word.value for word in call.keywords if word.arg is not None}
         for parameter, value in (*zip(parameters, call.args, strict=False), *named.items()):
-            if isinstance(value, ast.Name):
-                given_as.setdefault(value.id, parameter)
+            if isinstance(value, ast.Name | ast.Attribute):
+                given_as.setdefault(value.id if isinstance(value, ast.Name) else value.attr, parameter)
             elif not isinstance(value, ast.Constant):
                 called = value.func if isinstance(value, ast.Call) else None
                 unnamed[parameter] = called.attr if isinstance(called, ast.Attribute) else ""

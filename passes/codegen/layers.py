@@ -84,15 +84,19 @@ def _kind(module: nn.Module) -> type[nn.Module]:
     return nn.Linear if kind is nn.modules.linear.NonDynamicallyQuantizableLinear else kind
 
 
+def mode_of(node: fx.Node) -> Any:
+    """Returns what an operator is given as its mode (True in training), or None where it takes none."""
+    arguments = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
+    for place, argument in enumerate(arguments):
+        if argument.name in MODES:
+            default = node.kwargs.get(argument.name, argument.default_value)
+            return node.args[place] if place < len(node.args) else default
+    return None
+
+
 def is_in_evaluation(node: fx.Node) -> bool:
     """Whether a node is an operator of a layer that was not in training mode when it was called."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    for place, argument in enumerate(node.target._schema.arguments):
-        default = node.kwargs.get(argument.name, argument.default_value)
-        if argument.name in MODES and (node.args[place] if place < len(node.args) else default) is False:
-            return True
-    return False
+    return mode_of(node) is False
 
 
 def has_other_numbers(module: nn.Module, node: fx.Node) -> bool:
