@@ -315,3 +315,25 @@ def test_a_sequence_with_an_empty_one_in_it_is_called_whole() -> None:
     pipe = pd2bw_fx.split(Ghost(), torch.randn(4, 8), cluster=1, costs="analytic", check="full")
 
     assert "x1 = self.primary(x)" in pipe.stages[0].source
+
+
+class _Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for width in (2, 3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = torch.split(x, [2, 3, 3], dim=1)
+        outs = []
+        for i, layer in enumerate(self.layers):
+            outs.append(layer(parts[i]))
+        joined = torch.cat(outs, dim=1)
+        return (joined * x).square().mean()
+
+
+def test_a_list_that_members_of_another_fill_is_filled_in_all_rounds() -> None:
+    pipe = pd2bw_fx.split(_Branches(), torch.randn(4, 8), cluster=1, costs="analytic", check="full")
+    source = pipe.stages[0].source
+
+    assert "outs = [self.layers[i](parts[i]) for i in range(3)]" in source
+    assert "joined = torch.cat(outs, dim=1)" in source

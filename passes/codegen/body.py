@@ -124,6 +124,14 @@ class Body:
         """Whether the author's line makes such an item again and again, as the rounds of a loop do."""
         return self._times[self._in_source(item)] >= _ROUNDS
 
+    def is_of_members(self, item: fx.Node | Scope) -> bool:
+        """Whether the author's line calls this often what stands beside the called module in a list."""
+        if not isinstance(item, Scope):
+            return False
+        line, holder = self.line(item), item.path.rpartition(".")[0]
+        called = {each.path for each in self.items if isinstance(each, Scope) and self.line(each) == line}
+        return sum(path.rpartition(".")[0] == holder for path in called) >= _ROUNDS
+
     def _in_source(self, item: fx.Node | Scope) -> tuple[Line | None, str]:
         return self.line(item), item.path if isinstance(item, Scope) else operator_name(item)
 

@@ -225,7 +225,7 @@ class Folding:
         line = self.body.line(item)
         if line is None or line == self.body.line(reading):
             return False
-        if self.body.is_of_rounds(item):
+        if self.body.is_of_rounds(item) or (appended_list(line.code) and self.body.is_of_members(item)):
             return appended_list(line.code) is not None or returns_a_list(line.code)
         return isinstance(reading, Scope) and self.body.is_of_rounds(reading)
 
