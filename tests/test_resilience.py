@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,6 +21,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import pd2bw_fx
 from pd2bw_fx.errors import WorkerError
+from pd2bw_fx.models import build
 from pd2bw_fx.runtime.failure import LinkDownError, share_failure
 from pd2bw_fx.runtime.launcher import tell_launcher
 from pd2bw_fx.runtime.meeting import _Arrival
@@ -74,7 +77,7 @@ def test_a_rank_whose_program_ends_between_steps_is_named_with_its_reason(how: s
 
 
 def test_torchruns_summary_names_the_cause_and_a_stopped_rank_ends_with_the_others() -> None:
-    finished = torchrun_of_forks(2, "stops.py", "0", "SIGSTOP", "4")
+    finished = torchrun_of_forks(2, "stops.py", saved(2), "0", "SIGSTOP", "4")
 
     # As it does half a minute after a signal that a stopped rank has not taken.
     assert "forcefully exiting via" not in finished.stderr
@@ -86,7 +89,7 @@ def test_torchruns_summary_names_the_cause_and_a_stopped_rank_ends_with_the_othe
 
 
 def test_torchruns_summary_has_the_error_of_a_program_that_fails_between_steps() -> None:
-    finished = torchrun_of_forks(2, "stops.py", "1", "error", "60")
+    finished = torchrun_of_forks(2, "stops.py", saved(2), "1", "error", "60")
 
     _, cause = finished.stderr.split("Root Cause (first observed failure):")
     assert "ArithmeticError: the fourth batch went wrong" in cause
@@ -173,12 +176,25 @@ def met(store: HashStore, ranks: Sequence[int]) -> list[str]:
     return [found[rank] for rank in ranks]
 
 
+def saved(num_stages: int) -> str:
+    """A folder with a pipeline of the model `mlp`, which ranks load in less time than it takes to make it."""
+    return f"{_saved(num_stages).name}/mlp"
+
+
+@functools.cache
+def _saved(num_stages: int) -> tempfile.TemporaryDirectory[str]:
+    folder = tempfile.TemporaryDirectory()
+    pipe = pd2bw_fx.split(build("mlp"), cluster=num_stages, costs="analytic", check=False)
+    pipe.save(f"{folder.name}/mlp")
+    return folder
+
+
 @contextmanager
 def ranks(count: int, stopped: int, how: str, *, silence_s: float = 10 * TIMEOUT_S) -> Iterator[list[Fork]]:
     """Without torchrun, which would end the others itself. No test lasts until the silence is noticed, unless
     it says how long that is."""
     world = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    program = [str(PROGRAMS / "stops.py"), str(stopped), how, str(silence_s)]
+    program = [str(PROGRAMS / "stops.py"), saved(count), str(stopped), how, str(silence_s)]
     processes = [Fork(program, environment=environment(RANK=str(r), **world)) for r in range(count)]
     try:
         yield processes

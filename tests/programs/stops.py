@@ -1,9 +1,11 @@
 """Run with RANK and WORLD_SIZE: trains, and one rank ends itself in its third step, or after it.
 
-stops.py RANK_THAT_STOPS SIGSTOP|SIGKILL    SILENCE_S    without a word, in the optimizer
-stops.py RANK_THAT_STOPS error|exit|return  SILENCE_S    by an error or sys.exit between two steps, or as
-                                                         if it were done
-stops.py RANK               half            SILENCE_S    does not, but gives half a batch
+stops.py FOLDER RANK_THAT_STOPS SIGSTOP|SIGKILL    SILENCE_S    without a word, in the optimizer
+stops.py FOLDER RANK_THAT_STOPS error|exit|return  SILENCE_S    by an error or sys.exit between two steps, or
+                                                                as if it were done
+stops.py FOLDER RANK            half               SILENCE_S    does not, but gives half a batch
+
+FOLDER has a pipeline of the model `mlp`, with a stage for each rank.
 """
 
 import os
@@ -16,7 +18,7 @@ import torch
 import pd2bw_fx
 from pd2bw_fx.models import build
 
-IS_TO_STOP, HOW = os.environ["RANK"] == sys.argv[1], sys.argv[2]
+IS_TO_STOP, HOW = os.environ["RANK"] == sys.argv[2], sys.argv[3]
 
 
 class Stopping(torch.optim.SGD):
@@ -30,12 +32,12 @@ class Stopping(torch.optim.SGD):
 def main() -> None:
     torch.manual_seed(0)
     model = build("mlp")
-    num_stages = int(os.environ["WORLD_SIZE"])
-    pipe = pd2bw_fx.split(model, cluster=num_stages, costs="analytic", check=False)
+    pipe = pd2bw_fx.load(sys.argv[1])
+    num_stages = pipe.plan.num_stages
     engine = pipe.engine(
         optimizer=lambda parameters: Stopping(parameters, lr=0.1),
         microbatches_per_update=num_stages,
-        silence_s=float(sys.argv[3]),
+        silence_s=float(sys.argv[4]),
     )
     for update in range(6):
         if update == 3 and IS_TO_STOP and HOW == "error":
