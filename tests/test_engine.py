@@ -8,6 +8,7 @@ import json
 import pickle
 import re
 import statistics
+import time
 from pathlib import Path
 
 import numpy as np
@@ -137,9 +138,12 @@ def test_a_mistake_is_the_same_error_on_every_rank(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_raises_ends_the_others_with_its_reason(tmp_path: Path) -> None:
+    began = time.monotonic()
+
     finished = torchrun_of_forks(2, "engine_errors.py", tmp_path, "step")
 
     assert finished.returncode != 0
+    assert time.monotonic() - began < 60
     assert (tmp_path / "step.1").read_text() == "ArithmeticError: the third step went wrong"
     other = (tmp_path / "step.0").read_text()
     assert other.startswith("WorkerError: rank 1 (stage 1) failed in update")
