@@ -173,7 +173,7 @@ class Rounded(torch.autograd.Function):
     assert "        ctx.mark_non_differentiable(above)\n" in source
     assert "return -0.5 * gradient\n" in source
     assert "return -2.0 * gradient\n" in source
-    assert "x = Rounded.apply(x, self.scale)" in source
+    assert "x = Rounded.apply(self.layers[0](x), self.scale)" in source
     assert "low, grown, above = Parted.apply(self.layers[2](x))" in source
 
 
