@@ -71,6 +71,21 @@ def test_parameters_and_code_travel_too() -> None:
     assert doubled(21) == 42
 
 
+def test_errors_in_code_that_travels_name_its_file_and_line() -> None:
+    def fails() -> Any:
+        return [1 // zero for zero in (0,)]
+
+    with pytest.raises(ZeroDivisionError) as expected:
+        fails()
+    with pytest.raises(ZeroDivisionError) as raised:
+        decoded(encoded_with_code(fails))()
+
+    assert [(each.path, each.lineno) for each in raised.traceback[1:]] == [
+        (each.path, each.lineno) for each in expected.traceback[1:]
+    ]
+    assert raised.traceback[-1].path == Path(__file__)
+
+
 def test_code_may_name_modules_of_torch_that_pickle_refuses() -> None:
     def set_up() -> Any:
         return torch.backends.cudnn.allow_tf32, torch.backends.fp32_precision, torch.ops.aten.add(1, 2), cudnn

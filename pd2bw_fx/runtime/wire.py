@@ -12,7 +12,8 @@ import io
 import os
 import pickle
 import sys
-from types import FunctionType, ModuleType
+from collections.abc import Callable
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -81,9 +82,16 @@ class _PicklerWithCode(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, value: Any) -> Any:
         if _is_special_module(value):
             return importlib.import_module, (value.__name__,)
+        if isinstance(value, CodeType):
+            return _in_its_file, (*self.dispatch_table[CodeType](value), value.co_filename)
         if isinstance(value, (FunctionType, type, ModuleType)):
             _send_by_value_if_needed(value)
         return _reduced(value) if _is_plain(value) else super().reducer_override(value)
+
+
+def _in_its_file(make: Callable[..., CodeType], arguments: tuple[Any, ...], file: str) -> CodeType:
+    """Makes code whose errors name the file that it is from, which cloudpickle leaves out."""
+    return make(*arguments).replace(co_filename=file)
 
 
 def _send_by_value_if_needed(value: Any) -> None:
