@@ -1,7 +1,7 @@
 """Joins operators to blocks, by the rules of what may be cut.
 
-1. An element stays with its tuple, and a view with its base, unless it is what a module does first with what
-   it is given: a module that begins so can be on another stage than what it reads.
+1. An element stays with its tuple, and a view with its base, so that what is sent has memory of its own. A
+   view that a module takes of what it is given is the module's: the base is what is sent to it.
 2. Operators of one memory group (running statistics, in-place clusters) stay together.
 3. Operators that depend on inputs and sizes alone, and take less time than sending their result (masks,
    positions, casts of inputs), are in no block: each stage that reads the result computes it. Their time is
