@@ -41,18 +41,30 @@ class LinkDownError(WorkerError):
         self.how = how
 
 
-@contextlib.contextmanager
-def name_peer_in_errors(peer: int | None) -> Iterator[None]:
+def name_peer_in_errors(peer: int | None) -> contextlib.AbstractContextManager[None]:
     """Raises LinkDownError for torch.distributed's errors, which name an address where ours name the rank.
 
     `peer` None is one of all the others.
     """
-    try:
-        yield
-    except (RuntimeError, EOFError, OSError) as error:
-        how = "no longer answers: it ended, or hung for longer than its time limit"
-        cause = first_line(error).partition(". This is typically")[0]  # gloo's advice, which is none here
-        raise LinkDownError(peer, f"{how} ({cause})") from error
+    return _NamedPeer(peer)
+
+
+class _NamedPeer(contextlib.AbstractContextManager[None]):
+    """A class where a generator would do: every message enters one, in a third of the time."""
+
+    __slots__ = ("_peer",)
+
+    def __init__(self, peer: int | None) -> None:
+        self._peer = peer
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, (RuntimeError, EOFError, OSError)):
+            how = "no longer answers: it ended, or hung for longer than its time limit"
+            cause = first_line(error).partition(". This is typically")[0]  # gloo's advice, which is none here
+            raise LinkDownError(self._peer, f"{how} ({cause})") from error
 
 
 def first_line(error: BaseException) -> str:

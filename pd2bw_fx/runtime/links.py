@@ -61,6 +61,8 @@ class Link(Generic[_End]):
     ends: Mapping[int, _End]
 
     def of(self, microbatch: int) -> _End:
+        if len(self.ends) == 1:  # for each message: no rules are asked
+            return next(iter(self.ends.values()))
         return self.ends[self.job.rank_of(self.peer, microbatch)]
 
 

@@ -90,7 +90,7 @@ class NumberPost:
         own = self._expected[self._rank]
         # Its value now, for it may be part of a buffer that the next microbatch writes.
         is_on_gpu = number.device.type == "cuda"
-        value = number.to(torch.float64, copy=True) if is_on_gpu else number.item()
+        value = number.detach().to(torch.float64, copy=True) if is_on_gpu else number.item()
         self._collected.setdefault(microbatch, {})[name] = value
         if len(self._collected) == len(own) and all(
             len(numbers) == len(self.names) for numbers in self._collected.values()

@@ -20,6 +20,8 @@ _ASKED_AHEAD = 4  # microbatches that are launched on a GPU before it has done t
 _ENDS = (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)  # actions that end a microbatch
 _RECEIVES = (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT)
 
+_Piece = tuple[int, int]  # a stage, and the number of one of its microbatches
+
 
 class Pace:
     """Keeps a rank from running more than a few microbatches ahead of its GPU.
@@ -62,7 +64,7 @@ class RankRunner:
         self._before_waiting = before_waiting
         self._posts_ahead = posts_ahead
         self._pace = Pace(next(iter(stages.values())).device)
-        self._posted: dict[Kind, set[tuple[int, int]]] = {kind: set() for kind in _RECEIVES}
+        self._posted: dict[Kind, set[_Piece]] = {kind: set() for kind in _RECEIVES}
         self._sizes: set[Hashable] = set()  # of the microbatches so far
         self._is_new = True  # whether the current call computes what the GPU has not computed before
         self._updated: set[int] = set()  # stages that have come to the end of an update
@@ -119,9 +121,11 @@ class RankRunner:
         for stage in self._stages.values():
             stage.training = training
         coming = {
-            kind: self._post(kind, _pieces(actions, kind)) if self._posts_ahead else deque[tuple[int, int]]()
+            kind: self._to_post(kind, _pieces(actions, kind)) if self._posts_ahead else deque[_Piece]()
             for kind in _RECEIVES
         }
+        for kind, pieces in coming.items():
+            self._post(kind, pieces)
         if self._recorder is not None:
             self._recorder.begin()
         completing = _last_backwards(actions)
@@ -144,13 +148,14 @@ class RankRunner:
                 self._pace.ended()
             if action.kind in coming:
                 self._posted[action.kind].discard((action.stage, action.microbatch))
-                coming[action.kind] = self._post(action.kind, coming[action.kind])
+                self._post(action.kind, coming[action.kind])
         self.current = None
         if not self._posts_ahead:
             self._meet(actions, peers)
         elif training:
             waiting = [(stage.program.stage, k) for stage in self._stages.values() for k in stage.waiting]
-            self._post(Kind.RECEIVE_GRADIENT, sorted(waiting, key=lambda piece: piece[1]))
+            waiting.sort(key=lambda piece: piece[1])
+            self._post(Kind.RECEIVE_GRADIENT, self._to_post(Kind.RECEIVE_GRADIENT, waiting))
 
     def _meet(self, actions: Sequence[Action], peers: PeerActions | None) -> None:
         """Receives over nccl what the peers have sent in a call, and completes the sums they have come to."""
@@ -174,15 +179,20 @@ class RankRunner:
         for stage in self._stages.values():
             stage.links.settle()
 
-    def _post(self, kind: Kind, coming: Iterable[tuple[int, int]]) -> deque[tuple[int, int]]:
-        """Posts receives up to the limit; returns those that are still to be posted."""
+    def _to_post(self, kind: Kind, coming: Iterable[_Piece]) -> deque[_Piece]:
+        """Returns the receives that are not posted yet."""
         posted = self._posted[kind]
-        left = deque(p for p in coming if p not in posted and self._stages[p[0]].receives(kind))
-        while left and len(posted) < _POSTED_AHEAD:
-            stage, number = left.popleft()
+        return deque(
+            piece for piece in coming if piece not in posted and self._stages[piece[0]].receives(kind)
+        )
+
+    def _post(self, kind: Kind, coming: deque[_Piece]) -> None:
+        """Posts the first of the receives, up to the limit, and takes them out."""
+        posted = self._posted[kind]
+        while coming and len(posted) < _POSTED_AHEAD:
+            stage, number = piece = coming.popleft()
             self._stages[stage].expect(kind, number)
-            posted.add((stage, number))
-        return left
+            posted.add(piece)
 
     def _update(self, action: Action) -> None:
         """Makes the update once all stages of the rank have come to it: their weights step together."""
@@ -206,5 +216,5 @@ def _last_backwards(actions: Sequence[Action]) -> set[int]:
     return found
 
 
-def _pieces(actions: Sequence[Action], kind: Kind) -> list[tuple[int, int]]:
+def _pieces(actions: Sequence[Action], kind: Kind) -> list[_Piece]:
     return [(action.stage, action.microbatch) for action in actions if action.kind is kind]

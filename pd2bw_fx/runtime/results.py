@@ -67,7 +67,7 @@ class Results:
 
     def collect(self, microbatch: int, name: str, value: Tensor) -> None:
         if name in self._post_of:
-            self._post_of[name].collect(microbatch, name, value.detach())
+            self._post_of[name].collect(microbatch, name, value)
         if name in self._wanted:
             kept = value.detach()
             # It may be a part of a buffer, which the next microbatch writes.

@@ -182,29 +182,39 @@ class StageRunner:
     def _forward(self, action: Action) -> None:
         kept = self._in_flight[action.microbatch]
         module = self.weights.begin_forward(self._stage, action.version, in_flight=self.training)
-        again = kept.runs_again = self.training and self._recompute
-        if again:
-            kept.state = self._written.before(module)
-        as_before = {} if self.training else self._kept_in_evaluation(module)
-        # Compiled without gradients it might draw other numbers than when it runs again.
-        with_graph = self.training and (self._is_compiled or not again)
-        with torch.set_grad_enabled(with_graph), self._drawing(action.microbatch):
-            produced = self._run(module, kept)
-        if again and with_graph:
-            produced = {value: tensor.detach() for value, tensor in produced.items()}
-        with torch.no_grad():
-            for tensor, before in as_before.items():
-                tensor.copy_(before)
-        if again:
-            self._written.keep(kept.state)
+        if not self.training:
+            produced = self._evaluated(module, kept)
+        elif self._recompute:
+            produced = self._run_without_graph(module, kept, action.microbatch)
+        else:
+            with torch.enable_grad(), self._drawing(action.microbatch):
+                produced = self._run(module, kept)
+            self._keep_roots(kept, produced, action.version)
         kept.outputs = self._outgoing(module, produced)
         for port in self.program.outputs:
             if port.model_output is not None:
                 self._on_output(action.microbatch, port.model_output, produced[port.value])
-        if self.training and not again:
-            self._keep_roots(kept, produced, action.version)
         if not self.training and not kept.outputs:
             del self._in_flight[action.microbatch]
+
+    def _run_without_graph(self, module: nn.Module, kept: _InFlight, microbatch: int) -> dict[str, Tensor]:
+        """Runs a forward that will run again for its backward, and keeps of it what that one needs."""
+        kept.runs_again = True
+        kept.state = self._written.before(module)
+        # Compiled without gradients it might draw other numbers than when it runs again.
+        with torch.set_grad_enabled(self._is_compiled), self._drawing(microbatch):
+            produced = self._run(module, kept)
+        self._written.keep(kept.state)
+        return {v: tensor.detach() for v, tensor in produced.items()} if self._is_compiled else produced
+
+    def _evaluated(self, module: nn.Module, kept: _InFlight) -> dict[str, Tensor]:
+        """Runs a forward in evaluation, which leaves the module as it was."""
+        with torch.no_grad():
+            as_before = self._kept_in_evaluation(module)
+            produced = self._run(module, kept)
+            for tensor, before in as_before.items():
+                tensor.copy_(before)
+        return produced
 
     def _outgoing(self, module: nn.Module, produced: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the outputs for later stages.
@@ -219,7 +229,9 @@ class StageRunner:
                 for value, tensor in outputs.items()
                 if id(tensor._base if tensor._is_view() else tensor) in trained
             ]
-        return outputs | {value: outputs[value].detach().clone() for value in self._views_of_weights}
+        for value in self._views_of_weights:
+            outputs[value] = outputs[value].detach().clone()
+        return outputs
 
     def _kept_in_evaluation(self, module: nn.Module) -> dict[Tensor, Tensor]:
         """Copies what a forward writes in training only: the traced forward writes it in evaluation too."""
@@ -230,13 +242,14 @@ class StageRunner:
 
     def _run(self, module: nn.Module, kept: _InFlight) -> dict[str, Tensor]:
         """Runs the stage's forward on a microbatch; returns its outputs by name."""
+        with_graph = torch.is_grad_enabled()
         arguments = []
         for port in self.program.inputs:
             if port.source is None:
                 arguments.append(kept.microbatch.inputs[port.value])
                 continue
             arguments.append(kept.received[port.value])
-            if torch.is_grad_enabled() and port.needs_gradient:
+            if with_graph and port.needs_gradient:
                 arguments[-1].requires_grad_()
         with self._autocast():
             return outputs_of(self.program, module(*arguments))

@@ -204,6 +204,8 @@ class WeightStore:
 
         It waits for other ranks only where they may wait for the version `needed`.
         """
+        if not self._pending:
+            return
         may = self._ties.allowed if needed is None else max(self._ties.allowed, needed)
         going = [pending for pending in self._pending if pending.version <= may]
         for pending in going:
