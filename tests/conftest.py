@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     They take longest, so that both workers then end at about the same time, and wait for a good part of it,
     in which the other worker can compute.
     """
-    starting = {"torchrun", "torchrun_of_forks", "start_forks", "at_once"}
+    starting = {"torchrun", "torchrun_of_forks", "start_forks", "start_command", "at_once", "Fork"}
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.path, []).append(item)
@@ -98,7 +98,7 @@ def one_rank() -> Iterator[None]:
 
 @pytest.fixture
 def ranks_are_forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forks the ranks that `pd2bw-fx train` starts, for tests of what they do once they run."""
+    """Forks the ranks that `train` and `probe` start, for tests of what they do once they run."""
 
     def start(num_processes: int, words: Sequence[str]) -> None:
         program = Path(pd2bw_fx.__file__).with_name("__main__.py")
@@ -106,7 +106,8 @@ def ranks_are_forks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ended.returncode == 0, ended.stderr
         print(ended.stdout, end="")
 
-    monkeypatch.setattr("pd2bw_fx.commands.work.training.start_processes", start)
+    for command in ("training", "probing"):
+        monkeypatch.setattr(f"pd2bw_fx.commands.work.{command}.start_processes", start)
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ import torch
 
 import pd2bw_fx
 from pd2bw_fx.cli import main
-from pd2bw_fx.models import build
-from tests.torchrun import at_once, free_port
+from pd2bw_fx.models.gpt import GPT, GPTConfig
+from tests.torchrun import TIMEOUT_S, at_once, free_port, start_command
 
 ROOT = Path(__file__).parents[1]
 PROGRAMS = ("pd2bw-fx", "python", "torchrun", "srun", "make", "pip", "export [A-Z_]+=.*")
@@ -45,6 +45,7 @@ SMALLER = {
     "runtime.py --rounds 3 --updates 8": "runtime.py --rounds 1 --updates 2 --microbatches 2",
     "runtime.py --processes 4 --microbatches 4 8 --rounds 3 --updates 12": "runtime.py --processes 4 "
     "--microbatches 4 --rounds 1 --updates 2 --only bound",
+    "--methods 2bw,1f1b --losses": "--methods 2bw,1f1b --updates 2 --rounds 1 --losses",
     "slack.py": "slack.py --rounds 1 --microbatches 4",
     "memory.py": "memory.py --methods pipedream",
     "overhead.py": "overhead.py --updates 4",
@@ -144,6 +145,10 @@ def test_the_commands_of_a_document_run(
         if step[0].startswith("pd2bw-fx"):
             assert main(shlex.split(step[0])[1:]) == 0, step
             continue
+        if step[0].startswith("torchrun"):
+            code, said = run_of_forks(step[0], tmp_path)
+            assert code == 0, f"{step}\n{said}"
+            continue
         for code, said in run(step, tmp_path):
             assert code == 0, f"{step}\n{said}"
 
@@ -165,7 +170,8 @@ def test_a_slow_command_of_a_document_runs(step: tuple[str, ...], gpt_in_two: Pa
 @pytest.fixture(scope="module")
 def gpt_in_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved") / "gpt_2"
-    pd2bw_fx.split(build("gpt"), cluster=2, costs="analytic", check=False).save(folder)
+    model = GPT.from_config(GPTConfig(num_layers=2, width=32))
+    pd2bw_fx.split(model, cluster=2, costs="analytic", check=False).save(folder)
     return folder
 
 
@@ -192,6 +198,17 @@ def prepare(folder: Path, gpt_in_two: Path, *, with_onnx: bool) -> None:
         pd2bw_fx.merge_onnx(folder / "gpt_onnx", folder / "gpt.onnx")
         assert pipe.example is not None
         np.savez(folder / "x.npz", **{name: value.numpy() for name, value in pipe.example.items()})
+
+
+def run_of_forks(command: str, folder: Path) -> tuple[int | None, str]:
+    """Runs torchrun with ranks that are forked: exit code and output."""
+    process = start_command(shlex.split(command.replace("29500", str(free_port()))), folder)
+    try:
+        said = "".join(process.communicate(TIMEOUT_S))
+    finally:
+        process.terminate()
+    assert TRACEBACK.search(said) is None, f"{command}\n{said}"
+    return process.returncode, said
 
 
 def run(commands: Sequence[str], folder: Path) -> list[tuple[int, str]]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,16 +14,23 @@ from pd2bw_fx import cli
 from pd2bw_fx.metrics import Metrics
 from pd2bw_fx.models import build, gpt
 from pd2bw_fx.pipeline import Pipeline
-from tests.torchrun import at_once, free_port, torchrun_of_forks
+from tests.torchrun import TIMEOUT_S, free_port, start_command, torchrun_of_forks
 
 ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def two_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`build("gpt")` has two layers, which are traced and trained in half the time of four."""
+    small = gpt.GPTConfig(num_layers=2)
+    monkeypatch.setattr(gpt.GPTConfig, "small", classmethod(lambda _: small))
 
 
 def blocks(document: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / document).read_text(), flags=re.DOTALL)
 
 
-@pytest.mark.usefixtures("methods_kept")
+@pytest.mark.usefixtures("methods_kept", "two_layers")
 def test_the_how_to_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cluster.toml").write_text(blocks("docs/HOWTO.md", "toml")[0])
@@ -42,6 +47,7 @@ def test_the_how_to_does_what_it_says(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "Predicted and measured" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.usefixtures("two_layers")
 def test_the_planner_is_called_as_its_page_says() -> None:
     names: dict[str, object] = {}
 
@@ -51,9 +57,11 @@ def test_the_planner_is_called_as_its_page_says() -> None:
     assert names["edited"] == names["plan"]
 
 
+@pytest.mark.usefixtures("two_layers")
 def test_the_first_pipeline_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     lines = blocks("README.md", "python")[0].replace("num_batches=100", "num_batches=2")
+    lines = lines.replace("sequence_length=64", "sequence_length=64, num_layers=2", 1)
     names: dict[str, object] = {}
 
     exec(compile(lines, "README.md", "exec"), names)
@@ -77,7 +85,9 @@ def test_the_readme_shows_a_stage_as_it_is_printed() -> None:
 
 def test_the_script_of_the_readme_trains_under_torchrun(tmp_path: Path) -> None:
     head, script = (blocks("README.md", "python")[number] for number in (0, 2))
-    until_split = head[: head.index("pipe =")].replace("sequence_length=64", "sequence_length=8")
+    until_split = head[: head.index("pipe =")].replace(
+        "sequence_length=64", "sequence_length=8, num_layers=2"
+    )
     (tmp_path / "cluster.toml").write_text(pd2bw_fx.Cluster.uniform(2, memory_bytes="1 GiB").to_toml())
     (tmp_path / "script.py").write_text(
         f"{until_split}example_args = model.example_inputs()\n"
@@ -118,7 +128,12 @@ def test_the_tutorial_goes_from_a_hugging_face_model_to_two_machines_and_back(
     text = (ROOT / "docs/TUTORIAL.md").read_text()
 
     for language, block in re.findall(r"```(\w+)\n(.*?)```", text, flags=re.DOTALL):
-        block = block.replace("count=20", "count=4").replace("--updates 20", "--updates 4")
+        for shown, smaller in (
+            ("count=20", "count=4"),
+            ("--updates 20", "--updates 4"),
+            ("n_layer=4", "n_layer=2"),
+        ):
+            block = block.replace(shown, smaller)
         file = re.match(r"# file: (\S+)\n", block)
         if file is not None:
             (tmp_path / file[1]).write_text(block)
@@ -135,11 +150,16 @@ def test_the_tutorial_goes_from_a_hugging_face_model_to_two_machines_and_back(
 
 
 def run_at_once(lines: list[list[str]], folder: Path) -> None:
-    """Each machine of the page is a process here."""
+    """Each machine of the page is a torchrun here, with a rank that is forked."""
     port = str(free_port())
     machines = []
-    for words in lines:
-        words = [{"HOST": "localhost", "29500": port}.get(word, word) for word in words[1:]]
-        machines.append([sys.executable, "-m", "torch.distributed.run", *words])
-    for machine in at_once(machines, folder, PYTHONPATH=os.pathsep.join([str(ROOT), str(folder)])):
-        assert machine.returncode == 0, machine.stdout
+    for number, words in enumerate(lines):
+        words = [{"HOST": "localhost", "29500": port}.get(word, word) for word in words]
+        machines.append(start_command(words, folder, GLOO_SOCKET_IFNAME="lo", SLURM_NODEID=str(number)))
+    try:
+        for machine in machines:
+            _, stderr = machine.communicate(TIMEOUT_S)
+            assert machine.returncode == 0, stderr
+    finally:
+        for machine in machines:
+            machine.terminate()

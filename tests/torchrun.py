@@ -17,10 +17,12 @@ from unittest import mock
 
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
+from torch.distributed.run import get_args_parser
 
 from tests.forks import Fork
 
 PROGRAMS = Path(__file__).parent / "programs"
+ROOT = PROGRAMS.parents[1]
 TIMEOUT_S = 240.0  # of a process that should have ended
 PORTS = range(20_000, 32_000)  # below those that connections take, so that none is lost before it is used
 
@@ -67,8 +69,22 @@ def start_forks(
     **more: str,
 ) -> Fork:
     """Starts what `torchrun_of_forks` waits for."""
-    words = ["torchrun", "--nproc-per-node", str(num_processes), "--start-method", "fork", *options]
-    words += ["--run-path", str(PROGRAMS / program), *map(str, arguments)]
+    options = ["--nproc-per-node", str(num_processes), *options]
+    return _start(options, [str(PROGRAMS / program), *map(str, arguments)], folder, **more)
+
+
+def start_command(words: Sequence[str], folder: Path, **more: str) -> Fork:
+    """Starts `torchrun ..` in a folder, as a page shows it, with ranks that are forked."""
+    given = get_args_parser().parse_args(words[1:])
+    options, program = words[1 : words.index(given.training_script)], given.training_script
+    if given.module:
+        options, program = options[:-1], str(ROOT / program / "__main__.py")
+    path = os.pathsep.join([str(ROOT), str(folder)])
+    return _start(options, [program, *given.training_script_args], folder, PYTHONPATH=path, **more)
+
+
+def _start(options: Sequence[str], program: Sequence[str], folder: Path | None, **more: str) -> Fork:
+    words = ["torchrun", "--start-method", "fork", *options, "--run-path", *program]
     return Fork(words, _torchrun, environment(**more), folder)
 
 
@@ -126,7 +142,7 @@ def free_port() -> int:
 
 def environment(**more: str) -> dict[str, str]:
     """Returns the environment of a program that can import this package and its tests."""
-    path = os.pathsep.join([str(PROGRAMS.parents[1]), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | more
 
 
