@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +13,8 @@ from torch import Tensor, nn
 import pd2bw_fx
 from pd2bw_fx.errors import ExportError, WorkerError
 from pd2bw_fx.runtime.custom_operators import custom_operators
-from tests.torchrun import TIMEOUT_S
+from tests.forks import Fork
+from tests.torchrun import TIMEOUT_S, environment
 
 _MODULE = """
 import torch
@@ -111,20 +109,22 @@ def test_local_workers_have_the_operators_of_the_script_and_of_its_modules(tmp_p
     (tmp_path / "other_operators.py").write_text(_MODULE)
     (tmp_path / "a_library.py").write_text(_LIBRARY)
     (tmp_path / "script.py").write_text(_SCRIPT)
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
 
-    finished = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+    code, said, errors = run_of_fork(tmp_path / "script.py")
 
-    assert finished.returncode == 0, finished.stderr
-    found, known = json.loads(finished.stdout.splitlines()[-1])
+    assert code == 0, errors
+    found, known = json.loads(said.splitlines()[-1])
     assert max(abs(a - b) / abs(b) for a, b in zip(found, known, strict=True)) <= 1e-12
+
+
+def run_of_fork(script: Path) -> tuple[int | None, str, str]:
+    """Runs a script where torch is imported and nothing of this file: exit code, output, errors."""
+    process = Fork([str(script)], environment=environment(), folder=script.parent)
+    try:
+        said, errors = process.communicate(TIMEOUT_S)
+        return process.returncode, said, errors
+    finally:
+        process.terminate()
 
 
 class Negated(nn.Module):
@@ -141,7 +141,8 @@ def test_an_operator_that_onnx_or_another_process_does_not_know_is_named(tmp_pat
     with pytest.raises(ExportError, match="tests_of_pd2bw_fx::negated is none of torch's own"):
         pipe.export_onnx(tmp_path / "onnx")
     pipe.save(tmp_path / "saved")
-    script = (
+    script = tmp_path / "script.py"
+    script.write_text(
         "import torch, pd2bw_fx\n"
         f"pipe = pd2bw_fx.load({str(tmp_path / 'saved')!r})\n"
         "trained = lambda: pipe.train_local([torch.ones(2, 6)], optimizer=torch.optim.SGD)\n"
@@ -152,12 +153,10 @@ def test_an_operator_that_onnx_or_another_process_does_not_know_is_named(tmp_pat
         "        print(error)\n"
     )
 
-    finished = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=TIMEOUT_S
-    )
+    code, said, errors = run_of_fork(script)
 
-    assert finished.returncode == 0, finished.stderr
-    assert finished.stdout.count("calls the operator tests_of_pd2bw_fx::negated, which nothing has") == 2
+    assert code == 0, errors
+    assert said.count("calls the operator tests_of_pd2bw_fx::negated, which nothing has") == 2
 
 
 @torch.library.custom_op("tests_of_pd2bw_fx::negated", mutates_args=())
