@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import pd2bw_fx
 from pd2bw_fx.cli import main, parser
 from pd2bw_fx.commands.work import training
-from pd2bw_fx.errors import UsageError
+from pd2bw_fx.errors import InputError, UsageError
 from pd2bw_fx.models import build
+from pd2bw_fx.rank_processes import _reason
 from pd2bw_fx.runtime.launcher import STARTED_BY
 from tests.torchrun import TIMEOUT_S, torchrun_of_forks
 
@@ -84,9 +87,17 @@ def test_ranks_know_what_the_model_s_own_file_defines_and_take_its_chunks(
     assert len(losses) == 3
 
 
+@pytest.fixture(scope="module")
+def mlp_in_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved pipeline of the model `mlp` in one stage, which one rank trains."""
+    folder = tmp_path_factory.mktemp("saved") / "mlp_in_one"
+    pd2bw_fx.split(build("mlp"), cluster=1, costs="analytic", check=False).save(folder)
+    return folder
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_a_loss_that_is_not_a_number_is_null_in_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    mlp_in_one: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "none.py").write_text(
         "import torch\n\n\ndef batches():\n"
@@ -94,17 +105,18 @@ def test_a_loss_that_is_not_a_number_is_null_in_json(
     )
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    pd2bw_fx.split(build("mlp"), cluster=1, costs="analytic", check=False).save(tmp_path / "whole")
 
     main(
         [
             "train",
-            str(tmp_path / "whole"),
+            str(mlp_in_one),
             "--data",
             f"{tmp_path / 'none.py'}:batches",
             "--updates",
             "1",
             "--json",
+            "--metrics",
+            str(tmp_path / "metrics.json"),
         ]
     )
 
@@ -133,8 +145,8 @@ def test_a_run_of_other_stages_is_told_by_its_file(
 def test_train_starts_processes_tells_the_loss_and_goes_on_from_a_checkpoint(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
-    common = ["--cluster", "2", "--microbatches", "2", "--optimizer", "muon", "--lr", "1e-3", "--json"]
-    common += ["--checkpoint", str(tmp_path / "run"), "--every", "5"]
+    common = ["--cluster", "2", "--costs", "analytic", "--microbatches", "2", "--json"]
+    common += ["--optimizer", "muon", "--lr", "1e-3", "--checkpoint", str(tmp_path / "run"), "--every", "5"]
 
     assert main(["train", "gpt", *common, "--updates", "10"]) == 0
     first = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
@@ -175,7 +187,7 @@ def test_torchruns_summary_ends_with_the_mistake(mlp_folder: Path, tmp_path: Pat
 
 
 def test_a_mistake_in_training_is_one_line(
-    mlp_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    mlp_in_one: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -183,11 +195,33 @@ def test_a_mistake_in_training_is_one_line(
         "import torch\ndef batches():\n    yield torch.zeros(8, 33), torch.zeros(8, dtype=torch.long)\n"
     )
 
-    assert main(["train", str(mlp_folder), "--data", "wide:batches", "--updates", "2"]) == 2
+    assert main(["train", str(mlp_in_one), "--data", "wide:batches", "--updates", "2"]) == 2
 
     error = capfd.readouterr().err
     assert error.startswith("InputError: batch 0: the batch's features has shape (8, 33)")
     assert len(error.splitlines()) == 1
+
+
+def test_of_ranks_that_failed_the_first_cause_is_told(tmp_path: Path) -> None:
+    """Neither what followed from it, however early that was told, nor what the launcher has ended."""
+    told = {
+        0: (1, "WorkerError: rank 1 failed", 10),
+        1: (1, "InputError: batch 0: of rank 1", 30),
+        2: (1, "InputError: batch 0: of rank 2", 20),
+        3: (-signal.SIGTERM, None, 5),
+    }
+    failures = {}
+    for rank, (code, message, second) in told.items():
+        file = tmp_path / str(rank)
+        if message is not None:
+            about = {"py_callstack": "", "timestamp": str(second)}
+            file.write_text(json.dumps({"message": {"message": message, "extraInfo": about}}))
+        failures[rank] = ProcessFailure(rank, rank, code, str(file))
+
+    reason = _reason(failures)
+
+    assert isinstance(reason, InputError)
+    assert str(reason) == "batch 0: of rank 2"
 
 
 def test_training_goes_on_where_its_reader_has_seen_enough_and_in_any_folder(
@@ -216,7 +250,7 @@ def test_training_goes_on_where_its_reader_has_seen_enough_and_in_any_folder(
 
 @pytest.mark.usefixtures("one_rank")
 def test_training_writes_a_last_checkpoint_and_says_where_it_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    mlp_in_one: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "rows.py").write_text(
         "import torch\n\n\ndef batches():\n"
@@ -225,10 +259,9 @@ def test_training_writes_a_last_checkpoint_and_says_where_it_goes_on(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    pd2bw_fx.split(build("mlp"), cluster=1, costs="analytic", check=False).save(tmp_path / "whole")
     words = [
         "train",
-        str(tmp_path / "whole"),
+        str(mlp_in_one),
         "--data",
         "rows:batches",
         "--checkpoint",
