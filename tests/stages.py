@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import pd2bw_fx
 from pd2bw_fx.cluster import Cluster
-from pd2bw_fx.costs import StageMemory
+from pd2bw_fx.costs import Costs, StageMemory
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.models import build
 from pd2bw_fx.passes.coarsen import coarsen
@@ -41,6 +41,7 @@ class Case:
     model: nn.Module
     traced: Traced
     graph: OperatorGraph
+    costs: Costs  # which devices of all CLUSTERS have alike
     problem: Problem
 
 
@@ -50,7 +51,7 @@ def case_of(
     traced = trace(model, args, kwargs or {}, tracer=tracer)
     graph = normalise(traced)
     costs = profile(graph, traced.examples, device=CLUSTERS[1].devices[0], method="analytic")
-    return Case(model, traced, graph, coarsen(graph, costs, CLUSTERS[1]))
+    return Case(model, traced, graph, costs, coarsen(graph, costs, CLUSTERS[1]))
 
 
 @functools.cache
@@ -74,8 +75,7 @@ def split_of_our_own(name: str, **options: Any) -> Pipeline:
 
 def planned(case: Case, num_stages: int) -> Plan:
     cluster = CLUSTERS[num_stages]
-    costs = profile(case.graph, case.traced.examples, device=cluster.devices[0], method="analytic")
-    return partition(coarsen(case.graph, costs, cluster), cluster, num_stages=num_stages)
+    return partition(coarsen(case.graph, case.costs, cluster), cluster, num_stages=num_stages)
 
 
 def by_hand(case: Case, stage_of_block: Mapping[str, int], device_name: str = "cpu:0") -> Plan:
