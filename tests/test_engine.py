@@ -19,7 +19,7 @@ import pd2bw_fx
 from pd2bw_fx.models import build
 from pd2bw_fx.runtime.loss import Loss, Means
 from pd2bw_fx.runtime.same_batches import UNKNOWN, sampled_digests
-from tests.torchrun import torchrun, torchrun_of_forks
+from tests.torchrun import torchrun_of_forks
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_the_example_script_trains_under_torchrun() -> None:
 
 
 def test_a_rank_that_goes_on_after_its_failure_is_not_waited_for_in_vain() -> None:
-    finished = torchrun(2, "sweeps.py")
+    finished = torchrun_of_forks(2, "sweeps.py")
 
     assert finished.returncode == 1
     assert "left out: the third step went wrong" in finished.stdout

@@ -111,7 +111,7 @@ def model_for(name: str, *, tied: bool) -> nn.Module:
     if name != "gpt" or tied:
         return model_of(name)
     torch.manual_seed(0)
-    config = GPTConfig(num_layers=3, width=32, num_heads=2, dropout=0.0, tied=False)
+    config = GPTConfig(num_layers=3, width=32, num_heads=2, sequence_length=16, dropout=0.0, tied=False)
     return GPT.from_config(config).double()
 
 
