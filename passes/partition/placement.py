@@ -308,10 +308,11 @@ def _choices(
 ) -> Choices:
     """Makes an instance for each device order. `asked` replaces the sums over each group."""
     tensors = tensors_between(workload, groups)
+    nets = tuple(Net(ends[0], ends[1:]) for ends in tensors)
     of = totals(workload, groups) if asked is None else asked
 
     def of_order(choice: int) -> Instance:
-        return _instance(workload, groups, tensors, orders[choice], of)
+        return _instance(workload, groups, nets, list(tensors.values()), orders[choice], of)
 
     return Choices(len(orders), of_order, work_s=of_order(0).work_s)
 
@@ -319,15 +320,15 @@ def _choices(
 def _instance(
     workload: Workload,
     groups: Groups,
-    tensors: Mapping[tuple[int, ...], float],
+    nets: tuple[Net, ...],
+    costs: Sequence[float],
     order: tuple[bool, ...],
     of: Totals,
 ) -> Instance:
     n, k = len(groups.members), len(order)
     is_cpu = np.array(order)
-    nets = tuple(Net(ends[0], ends[1:]) for ends in tensors)
     cost_s = np.zeros((len(nets), k, k))
-    cost_s += np.array(list(tensors.values()))[:, None, None] * ~is_cpu[None, :, None]
+    cost_s += np.array(costs)[:, None, None] * ~is_cpu[None, :, None]
     return Instance(
         num_stages=k,
         edges=groups.edges,

@@ -22,7 +22,7 @@ from pd2bw_fx.passes.partition.route import loads_of
 from pd2bw_fx.passes.solver import Status
 from pd2bw_fx.plan import Progress
 
-from .intervals import best_cut, rough_cut
+from .intervals import IntervalTables, best_cut, rough_cut
 from .orders import Shuffler, topological_orders
 
 _TOLERANCE = 2e-6  # of a target: solvers keep their rows to a millionth, and twice that is within it
@@ -42,7 +42,7 @@ _MANY_DOWN_SETS = 200_000  # more of them are not enumerated for a problem
 _LARGE = 5000  # nodes times stages: with more, down-sets near a target are not listed for a problem
 _ENUMERATION_SHARE = 0.25  # of the time left, for enumerating them
 
-Cut = Callable[[Instance, Sequence[int]], Integers | None]
+Cut = Callable[[Instance, Sequence[int], IntervalTables], Integers | None]
 """Cuts an order of the nodes into stages, or returns None where nothing fits."""
 
 Question = Callable[[float, Deadline], Answer]
@@ -111,19 +111,20 @@ class SearchState:
         """
         share = Deadline(self.deadline.left_s / 3)
         size = self.choices[0].num_nodes ** 2 * self.choices[0].num_stages
+        tables = IntervalTables()
         is_rough = len(self.choices) > FEW_CHOICES or size > _LONG_TO_CUT
         for choice in range(len(self.choices)):
             if choice > 0 and share.left_s == 0:
                 break
-            self._cut(choice, rough_cut if is_rough else best_cut, share)
+            self._cut(choice, rough_cut if is_rough else best_cut, share, tables)
         if not is_rough:
             return
         for number, choice in enumerate(self.most_promising_first()[:FEW_CHOICES]):
             if self.deadline.left_s == 0 and (number > 0 or self.stage_of is not None):
                 break
-            self._cut(choice, best_cut, self.deadline)
+            self._cut(choice, best_cut, self.deadline, tables)
 
-    def _cut(self, choice: int, cut: Cut, deadline: Deadline) -> None:
+    def _cut(self, choice: int, cut: Cut, deadline: Deadline, tables: IntervalTables) -> None:
         """Offers the cuts of a few orders for one choice, until one is at a lower bound of work alone or, if
         there is a plan, the time is up."""
         instance = self.choices[choice]
@@ -131,7 +132,7 @@ class SearchState:
         for order in (*_pinned_order(instance, self.reach), *self.orders):
             if self.stage_of is not None and deadline.left_s == 0:
                 return
-            stage_of = cut(near, order)
+            stage_of = cut(near, order, tables)
             if stage_of is not None and respects_edges(instance, stage_of):
                 self._offer(choice, stage_of)
             if self.seen_s[choice] <= floor_of(instance) * (1 + _TOLERANCE):
