@@ -27,7 +27,7 @@ from pd2bw_fx.units import counted
 from pd2bw_fx.workload import Workload
 
 from .bounds.dominance import join_dominated, join_dominated_pairs
-from .bounds.downsets import DeviceKind, DownSets, OutOfTime, down_sets
+from .bounds.downsets import DeviceKind, DownSets, OutOfTime, has_few_down_sets
 from .bounds.side_branches import join_side_branches, moved_ahead
 from .choices import Answer, Choices, Deadline
 from .groups import Groups, RelaxedGroups, Totals, groups_of, tensors_between, totals
@@ -186,7 +186,7 @@ def _relaxed_groups(
 
 
 def _has_few_down_sets(groups: Groups, few: int) -> bool:
-    return down_sets(len(groups.members), groups.edges, few) is not None
+    return has_few_down_sets(len(groups.members), groups.edges, few)
 
 
 def _fewest_joined(workload: Workload, groups: Groups, deadline: Deadline) -> RelaxedGroups:

@@ -69,7 +69,6 @@ class DownSets:
         self.counts = _counts(self.member, instance)  # (nets, sets): members of a net in the set
         self.sizes = np.array([len(net.members) for net in instance.nets], dtype=np.int64)
         self._partly = partly = (self.counts > 0) & (self.counts < self.sizes[:, None])
-        self.crossing = [np.flatnonzero(column) for column in partly.T]
         self.tables = [_Table(kind, self.member, partly) for kind in self.kinds]
         self._sums: dict[tuple[str, bytes], Floats] = {}
         self.up_to_s: Floats = np.maximum.accumulate(self.tables[0].work_s)
@@ -97,6 +96,11 @@ class DownSets:
     def __len__(self) -> int:
         return int(self.member.shape[0])
 
+    @functools.cached_property
+    def crossing(self) -> list[Integers]:
+        """The nets that are partly in each set."""
+        return [np.flatnonzero(column) for column in self._partly.T]
+
     def of_nodes(self, each: Floats) -> Floats:
         """Returns the sum over each set's nodes. Other orders of the devices ask for most sums again."""
         return self._summed("nodes", each, lambda: self.member @ each)
@@ -123,10 +127,15 @@ class DownSets:
         came = np.zeros((few + 1, len(self), 2), dtype=np.int64)  # from which set, by which kind
         fewest[0, 0], slowest_s[0, 0] = 0, 0.0
         enough = self.enough(target_s)
-        for at in range(len(self) - 1):
-            if at % 256 == 0 and deadline.left_s == 0:
+        is_reached = bytearray(len(self))
+        reach: npt.NDArray[np.uint8] = np.frombuffer(is_reached, dtype=np.uint8)
+        at = looked = 0
+        # Few of the sets are reached. A bytearray finds the next one without a look at each.
+        while 0 <= at < len(self) - 1:
+            looked += 1
+            if looked % 256 == 1 and deadline.left_s == 0:
                 raise OutOfTime
-            rows = [row for row in range(few + 1) if fewest[row, at] <= most]
+            rows = [row for row, count in enumerate(fewest[:, at].tolist()) if count <= most]
             better = self._dominating.of(at) if rows else ()
             if len(better):
                 with_it = np.minimum.accumulate(fewest[:, better].min(axis=1))
@@ -145,6 +154,8 @@ class DownSets:
                     fewest[to, reached[is_better]] = count
                     slowest_s[to, reached[is_better]] = worst_s[is_better]
                     came[to, reached[is_better]] = at, kind
+                    reach[reached] = 1
+            at = is_reached.find(1, at + 1)
         ends = [row for row in range(few + 1) if fewest[row, -1] <= most]
         return self._chain(min(ends, key=lambda row: slowest_s[row, -1]), came) if ends else None
 
@@ -186,7 +197,7 @@ class DownSets:
         load_s = load_s[candidates]
         candidates = candidates + start
         load_s += table.cut_s[candidates]
-        for net in self.crossing[at]:
+        for net in np.flatnonzero(self._partly[:, at]):
             counts = self.counts[net, candidates]
             # `cut_s` counts tensors that are cut at the new set. Of those cut at set `at`, the stage pays for
             # the ones that it has a part of.
@@ -288,12 +299,7 @@ def down_sets(
 ) -> list[int] | None:
     """Returns all down-sets as bit masks, or None where there are more than `max_sets`. Nodes are in a
     topological order. Raises OutOfTime."""
-    before = [0] * num_nodes
-    after: list[list[int]] = [[] for _ in range(num_nodes)]
-    for u, v in edges:
-        assert u < v
-        before[v] |= 1 << u
-        after[u].append(v)
+    before, after = _neighbours(num_nodes, edges)
     if _are_more_than(max_sets, before, after):
         return None
     roots = tuple(v for v in range(num_nodes) if not before[v])
@@ -313,6 +319,22 @@ def down_sets(
         found += larger
         level = larger
     return found
+
+
+def has_few_down_sets(num_nodes: int, edges: Sequence[tuple[int, int]], max_sets: int) -> bool:
+    """Returns whether there are at most `max_sets`, which are counted without listing them."""
+    return not _are_more_than(max_sets, *_neighbours(num_nodes, edges))
+
+
+def _neighbours(num_nodes: int, edges: Sequence[tuple[int, int]]) -> tuple[list[int], list[list[int]]]:
+    """Returns the nodes right before each node, as a bit mask, and those right after it."""
+    before = [0] * num_nodes
+    after: list[list[int]] = [[] for _ in range(num_nodes)]
+    for u, v in edges:
+        assert u < v
+        before[v] |= 1 << u
+        after[u].append(v)
+    return before, after
 
 
 def _are_more_than(max_sets: int, before: Sequence[int], after: Sequence[Sequence[int]]) -> bool:
@@ -354,6 +376,7 @@ def _words(member: Flags) -> npt.NDArray[np.uint64]:
 
 def _counts(member: Flags, instance: Instance) -> npt.NDArray[np.uint16]:
     counts = np.zeros((len(instance.nets), len(member)), dtype=np.uint16)
+    has = np.ascontiguousarray(member.T)
     for at, net in enumerate(instance.nets):
-        counts[at] = member[:, list(net.members)].sum(axis=1)
+        has[list(net.members)].sum(axis=0, out=counts[at])
     return counts
