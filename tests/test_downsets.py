@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 
 from pd2bw_fx.passes.partition import placement
-from pd2bw_fx.passes.partition.bounds.downsets import DeviceKind, DownSets, OutOfTime, down_sets
+from pd2bw_fx.passes.partition.bounds import downsets
+from pd2bw_fx.passes.partition.bounds.downsets import (
+    DeviceKind,
+    DownSets,
+    OutOfTime,
+    down_sets,
+    has_few_down_sets,
+)
 from pd2bw_fx.passes.partition.bounds.relaxation import is_refuted
 from pd2bw_fx.passes.partition.choices import Choices, Deadline
 from pd2bw_fx.passes.partition.search import search, search_state
@@ -107,6 +114,8 @@ def test_down_sets_are_told_to_be_too_many_exactly_where_they_are(seed: int) -> 
     assert len(found) == len(expected)
     assert set(found) == expected
     assert down_sets(n, edges, len(expected) - 1) is None
+    assert has_few_down_sets(n, edges, len(expected))
+    assert not has_few_down_sets(n, edges, len(expected) - 1)
 
 
 def test_no_down_set_is_listed_where_they_are_too_many() -> None:
@@ -119,10 +128,12 @@ def test_no_down_set_is_listed_where_they_are_too_many() -> None:
         down_sets(320, grid, math.comb(48, 8), no_time)
 
 
+@pytest.mark.parametrize("pairs_at_once", [1, 10**6])
 @pytest.mark.parametrize("seed", range(40))
 def test_what_is_left_out_where_a_larger_set_is_no_worse_changes_no_answer(
-    seed: int, monkeypatch: pytest.MonkeyPatch
+    seed: int, pairs_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(downsets, "_PAIRS_AT_ONCE", pairs_at_once)
     sets = _down_sets(drawn_workload(seed), 10**5)
     everything = _down_sets(drawn_workload(seed), 10**5)
     monkeypatch.setattr(everything._dominating, "of", lambda at: ())

@@ -30,6 +30,7 @@ from pd2bw_fx.passes.partition.instance import Flags, Floats, Instance, Integers
 
 _MAX_CELLS = 200_000_000  # down-sets times nodes or tensors, a byte each in the tables
 _UNREACHED = 10**6  # more devices than there are
+_PAIRS_AT_ONCE = 1_000_000  # sets and nodes that are compared in one go
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,18 +130,19 @@ class DownSets:
         enough = self.enough(target_s)
         is_reached = bytearray(len(self))
         reach: npt.NDArray[np.uint8] = np.frombuffer(is_reached, dtype=np.uint8)
-        at = looked = 0
+        at = num_seen = 0
         # Few of the sets are reached. A bytearray finds the next one without a look at each.
         while 0 <= at < len(self) - 1:
-            looked += 1
-            if looked % 256 == 1 and deadline.left_s == 0:
+            if num_seen % 256 == 0 and deadline.left_s == 0:
                 raise OutOfTime
-            rows = [row for row, count in enumerate(fewest[:, at].tolist()) if count <= most]
-            better = self._dominating.of(at) if rows else ()
-            if len(better):
-                with_it = np.minimum.accumulate(fewest[:, better].min(axis=1))
-                rows = [row for row in rows if with_it[row] > fewest[row, at]]
-            for kind in range(len(self.kinds)):
+            num_seen += 1
+            rows, with_it = [], _UNREACHED
+            better = fewest[:, self._dominating.of(at)].tolist()
+            for row, count in enumerate(fewest[:, at].tolist()):
+                with_it = min(with_it, *better[row], _UNREACHED)
+                if count <= most and count < with_it:
+                    rows.append(row)
+            for kind in range(len(self.kinds) if rows else 0):
                 steps = [(row, row + kind, int(fewest[row, at]) + 1 - kind) for row in rows]
                 steps = [step for step in steps if step[1] <= few and step[2] <= most]
                 starts = {step: int(enough[step[1]][most - step[2]]) for step in steps}
@@ -237,9 +239,13 @@ class _Dominating:
             before[v].append(u)
         rounding_s = 1e-12 * float(sets.tables[0].work_s[-1])
         smaller, larger = [], []
-        for node in range(instance.num_nodes):
-            at = np.flatnonzero(~has[node] & has[before[node]].all(axis=0))
-            words = sets.words[:, at] | bits[:, [node]]
+        most = max(1, _PAIRS_AT_ONCE // len(sets))
+        for start in range(0, instance.num_nodes, most):
+            nodes = range(start, min(start + most, instance.num_nodes))
+            may_follow = np.stack([~has[node] & has[before[node]].all(axis=0) for node in nodes])
+            node, at = np.nonzero(may_follow)
+            node += start
+            words = sets.words[:, at] | bits[:, node]
             place = np.searchsorted(hashes, (words * factors).sum(axis=0), sorter=by_hash)
             with_it = by_hash[np.minimum(place, len(sets) - 1)]  # another set, where not all are listed
             is_no_worse = (sets.words[:, with_it] == words).all(axis=0)

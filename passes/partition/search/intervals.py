@@ -78,7 +78,9 @@ def _have_tables_alike(one: Instance, other: Instance) -> bool:
     """Returns whether instances are alike in all that the keys of `_Rectangles` leave out."""
     return (
         one.nets == other.nets
-        and (one.recompute, one.overlap) == (other.recompute, other.overlap)
+        and one.recompute == other.recompute
+        and one.overlap == other.overlap
+        and one.may_be_empty == other.may_be_empty
         and [(of.nodes, of.gradient_bytes) for of in one.shared]
         == [(of.nodes, of.gradient_bytes) for of in other.shared]
         and np.array_equal(one.gradient_bytes, other.gradient_bytes)

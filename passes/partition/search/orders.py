@@ -11,8 +11,6 @@ import heapq
 import random
 from collections.abc import Sequence
 
-import networkx as nx
-
 from pd2bw_fx.passes.partition.instance import Instance, Integers
 
 _NUM_MOVED = (0, 0, 0, 1, 2, 4, 8)  # branches that leave their stage; one of these is drawn for each order
@@ -25,22 +23,24 @@ _STRAYING = (0.1, 0.5, 3.0, 20.0)  # steps that a depth-first order may go back;
 def topological_orders(instance: Instance) -> list[Sequence[int]]:
     """Returns the given order and two others that finish one branch after another, where they differ."""
     given = list(range(instance.num_nodes))
-    graph = nx.DiGraph(instance.edges)
-    graph.add_nodes_from(given)
-    deep = _depth_first(graph)
-    late = _depth_first(graph.reverse(copy=False))[::-1]
+    deep = _depth_first(instance.num_nodes, instance.edges)
+    late = _depth_first(instance.num_nodes, [(v, u) for u, v in instance.edges])[::-1]
     return [given, *(order for order in (deep, late) if order != given)]
 
 
-def _depth_first(graph: nx.DiGraph) -> list[int]:
+def _depth_first(num_nodes: int, edges: Sequence[tuple[int, int]]) -> list[int]:
     """Returns a topological order that goes on from each node to what it has just made possible."""
-    waiting = dict(graph.in_degree())
-    ready = sorted((node for node, count in waiting.items() if count == 0), reverse=True)
+    waiting = [0] * num_nodes
+    readers: list[list[int]] = [[] for _ in range(num_nodes)]
+    for u, v in edges:
+        readers[u].append(v)
+        waiting[v] += 1
+    ready = [node for node in reversed(range(num_nodes)) if waiting[node] == 0]
     order = []
     while ready:
         node = ready.pop()
         order.append(node)
-        for reader in sorted(graph.successors(node), reverse=True):
+        for reader in sorted(readers[node], reverse=True):
             waiting[reader] -= 1
             if waiting[reader] == 0:
                 ready.append(reader)
