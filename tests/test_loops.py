@@ -217,6 +217,38 @@ def test_a_loop_takes_a_last_round_that_computes_what_nobody_reads() -> None:
     assert source.count("self.cell(") == 1
 
 
+class Exponents(nn.Module):
+    """Of RWKV: a round has two values of a name, and nobody reads the state after the last round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay, self.first = nn.Parameter(torch.rand(8)), nn.Parameter(torch.rand(8))
+
+    def forward(self, k: Tensor, v: Tensor) -> Tensor:
+        aa, bb, pp = torch.zeros_like(k[:, 0]), torch.zeros_like(k[:, 0]), torch.zeros_like(k[:, 0]) - 1e30
+        out = []
+        for t in range(k.shape[1]):
+            ww = self.first + k[:, t]
+            p = torch.maximum(pp, ww)
+            e1, e2 = torch.exp(pp - p), torch.exp(ww - p)
+            out.append((e1 * aa + e2 * v[:, t]) / (e1 * bb + e2))
+            ww = pp - self.decay
+            p = torch.maximum(ww, k[:, t])
+            e1 = torch.exp(ww - p)
+            e2 = torch.exp(k[:, t] - p)
+            aa = e1 * aa + e2 * v[:, t]
+            bb = e1 * bb + e2
+            pp = p
+        return torch.stack(out, dim=1).square().mean()
+
+
+def test_a_loop_takes_a_last_round_whose_names_have_two_values_each() -> None:
+    source = _source(Exponents(), torch.randn(3, 6, 8), torch.randn(3, 6, 8))
+    inside = _inside(source, "for t in range(6):")
+    assert inside[-1] == "bb = e1 * bb + e2"
+    assert source.count("out.append(") == 1
+
+
 class Leaving(nn.Module):
     """The author leaves out lines of the last round."""
 

@@ -8,13 +8,14 @@ h = self.cell(x[:, 2], h)        return h
 return h
 
 The loop computes it once more, as the model does, if that can do no harm. The line must be in every round of
-the author's loop, draw no random numbers, write nothing, and have the same numbers in all rounds.
+the author's loop, draw no random numbers, write nothing, and its numbers must stay or count up evenly.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from pd2bw_fx.names import free_name
@@ -36,7 +37,8 @@ def last_round(whole: BodyLines, start: int, length: int, number: int) -> list[E
         return None
     lacking = [place for place, entry in enumerate(found) if entry is None]
     there = [*whole.entries[start:end], *(entry for entry in found if entry is not None)]
-    may_be_added = all(_may_be_added(whole, start, end, place, length) for place in lacking)
+    named = _read_afterwards(whole, end, end + len(found) - len(lacking))
+    may_be_added = all(_may_be_added(whole, range(start + at, end, length), named) for at in lacking)
     return found if may_be_added and _are_of_one_loop(there) else None
 
 
@@ -62,18 +64,39 @@ def _are_of_one_loop(entries: Sequence[Entry]) -> bool:
     return len(loops) == 1 and "" not in loops
 
 
-def _may_be_added(whole: BodyLines, start: int, end: int, place: int, length: int) -> bool:
-    named = [entry.named for entry in whole.entries[end - length : end] if isinstance(entry, Statement)]
-    column = range(start + place, end, length)
+def _read_afterwards(whole: BodyLines, first: int, end: int) -> set[str]:
+    """Returns the author's names of what lines from `first` on make and lines from `end` on read."""
+    found: set[str] = set()
+    for at in range(first, end):
+        entry, line = whole.entries[at], whole.lines[at]
+        made = [value for token in line.targets if (value := whole.flow.values[at].get(token)) is not None]
+        if isinstance(entry, Statement) and any(whole.reads_from(end, value) for value in made):
+            found.add(entry.named)
+    return found
+
+
+def _may_be_added(whole: BodyLines, column: Sequence[int], read_afterwards: Collection[str]) -> bool:
     for at in column:
         entry = whole.entries[at]
         if not isinstance(entry, Statement) or not (entry.is_pure and entry.round.is_always):
             return False
         # The value of another line of that name is read afterwards, so the author did not compute this one.
-        if named.count(entry.named) != 1 or not entry.named:
+        if entry.named in read_afterwards or not entry.named:
             return False
-    numbers = [[t.text for t in whole.lines[at].tokens if t.kind == "number"] for at in column]
-    return all(other == numbers[0] for other in numbers)
+    rounds = [[t.text for t in whole.lines[at].tokens if t.kind == "number"] for at in column]
+    return all(_next_number(numbers) is not None for numbers in zip(*rounds, strict=True))
+
+
+def _next_number(numbers: Sequence[str]) -> str | None:
+    """Returns the number of the round behind these; None where they neither stay nor count up evenly."""
+    if len(set(numbers)) == 1:
+        return numbers[0]
+    if not all(map(str.isdecimal, numbers)):
+        return None
+    counted = [int(number) for number in numbers]
+    step = counted[1] - counted[0]
+    is_even = all(after - before == step for before, after in itertools.pairwise(counted))
+    return str(counted[-1] + step) if is_even and counted[-1] + step >= 0 else None
 
 
 def _written(whole: BodyLines, start: int, end: int, found: Sequence[Entry | None]) -> list[Entry]:
@@ -95,6 +118,9 @@ def _written(whole: BodyLines, start: int, end: int, found: Sequence[Entry | Non
         assert isinstance(template, Statement)
         tokens = list(line.tokens)
         for at, token in enumerate(line.tokens):
+            if token.kind == "number":
+                column = [lines[r].tokens[at].text for r in range(start + place, end, length)]
+                tokens[at] = replace(token, text=_next_number(column) or token.text)
             if token.kind != "name" or token.text == "_":
                 continue
             if at in line.targets:
