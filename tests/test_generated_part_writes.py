@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from pd2bw_fx import split
 from pd2bw_fx.passes.codegen import generate
+from pd2bw_fx.runtime.split_backward import input_half
 from tests.stages import case_of, compared, planned
 
 
@@ -100,7 +102,57 @@ def test_what_is_read_as_it_was_before_stays_another_tensor() -> None:
     assert "mask[0] = 2.0" in (source := _source(_ReadBefore(), x))
     assert "mask = mask.slice_scatter(" in source
     assert "rows.select_scatter(" in _source(_SeenThroughAView(), x)
-    assert "out.slice_scatter(" in _source(_OfGradients(), x)
+
+
+def test_what_is_assigned_may_have_gradients() -> None:
+    source = _source(_OfGradients(), torch.randn(8, 8, dtype=torch.float64))
+    assert "out[:, :4] = self.linear(x)[:8, :4]" in source
+
+
+class _Decoder(nn.Module):
+    """Puts its outputs into a tensor, step by step, as seq2seq models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.cell, self.head = nn.GRU(4, 8, batch_first=True), nn.GRUCell(4, 8), nn.Linear(8, 4)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        outputs = source.new_zeros(target.shape)
+        _, hidden = self.encoder(source)
+        hidden = hidden[-1]
+        for t in range(1, target.shape[1]):
+            hidden = self.cell(target[:, t], hidden)
+            outputs[:, t] = self.head(hidden)
+        return (outputs[:, 1:] - target[:, 1:]).square().mean()
+
+
+def test_steps_of_time_are_put_into_their_places_in_a_loop() -> None:
+    x = torch.randn(3, 5, 4, dtype=torch.float64)
+    source = _source(_Decoder(), x, torch.randn(3, 6, 4, dtype=torch.float64))
+    assert (
+        """
+        for t in range(1, 6):
+            hidden = self.cell(target[:, t], hidden)
+            outputs[:, t] = self.head(hidden)
+"""
+        in source
+    )
+
+
+def test_such_a_stage_has_its_backward_in_two_halves(tmp_path_factory: pytest.TempPathFactory) -> None:
+    x, target = torch.randn(3, 5, 4), torch.randn(3, 6, 4)
+    pipe = split(_Decoder(), (x, target), cluster=1, costs="analytic")
+    pipe.export_onnx(tmp_path_factory.mktemp("onnx") / "files")
+
+    halves, whole = (pipe.stages[0].module for _ in range(2))
+    loss = halves(x, target)
+    half = input_half([get_gradient_edge(loss)], [torch.ones(())], ())
+    half.run()
+    found = [parameter.grad.clone() for parameter in halves.parameters()]
+    for parameter in whole.parameters():
+        parameter.grad = None
+    whole(x, target).backward()
+    assert all(torch.equal(a, b.grad) for a, b in zip(found, whole.parameters(), strict=True))
 
 
 def test_such_a_stage_is_exported_and_compiled(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -76,7 +76,7 @@ class Body:
             is_of_one_region = all(self._marks(node) == self._marks(nodes[-1]) for node in nodes)
             if is_of_one_region and not set(self.gives) & set(nodes[:-1]):
                 self.normalized[nodes[-1]] = nodes
-        for last, write in part_writes(items, self._needs_gradient).items():
+        for last, write in part_writes(items).items():
             if len({self._marks(node) for node in (write.base, *write.nodes)}) == 1:
                 self._part_writes[last] = write
         together = (*self.normalized.values(), *(write.nodes for write in self._part_writes.values()))
@@ -86,9 +86,6 @@ class Body:
     def part_write(self, item: fx.Node | Scope) -> PartWrite | None:
         """Returns the assignment to a part of a tensor that an item is, or None."""
         return self._part_writes.get(item) if isinstance(item, fx.Node) else None
-
-    def _needs_gradient(self, node: fx.Node) -> bool:
-        return self.tree.graph.operators[node.name].requires_grad
 
     def results(self, item: fx.Node | Scope) -> list[fx.Node]:
         """Returns the values that an item makes and that something else reads."""

@@ -4,14 +4,15 @@ mask[:-4, 2:] = 1.0        part = mask[:-4]
                            filled = part.slice_scatter(torch.full_like(part[:, 2:], 1.0), dim=1, start=2)
                            mask = mask.slice_scatter(filled, end=-4)
 
-They are written as assignments again where the body itself makes the tensor, nothing else reads it as it was
-before, and autograd keeps nothing of it.
+They are written as assignments again where the body itself makes the tensor, by an operator that keeps
+nothing of it for the backward, and nothing else reads it as it was before. What is assigned may have a
+gradient.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,9 +62,7 @@ class PartWrite:
         return f"{subscripted(self.base, self.places, scene)} = {scene.text(self.value)}"
 
 
-def part_writes(
-    items: Sequence[fx.Node | Scope], needs_gradient: Callable[[fx.Node], bool]
-) -> dict[fx.Node, PartWrite]:
+def part_writes(items: Sequence[fx.Node | Scope]) -> dict[fx.Node, PartWrite]:
     """Finds such assignments among the items of a body, by their last operators."""
     found: dict[fx.Node, PartWrite] = {}
     own = {item for item in items if isinstance(item, fx.Node)}
@@ -72,8 +71,7 @@ def part_writes(
         if write is None or not own.issuperset((*write.nodes, write.base)):
             continue
         inside = set(write.nodes)
-        is_read_here = all(inside.issuperset(made.users) for made in (write.base, *write.nodes[:-1]))
-        if is_read_here and not any(map(needs_gradient, (write.base, *write.nodes))):
+        if all(inside.issuperset(made.users) for made in (write.base, *write.nodes[:-1])):
             found[node] = write
     new = {node for node in own if str(node.target) in _MAKING}
     return {node: write for node, write in found.items() if _first(write.base, found) in new}
