@@ -121,7 +121,7 @@ def _filled(name: str) -> Special:
 
     def spelled(values: Mapping[str, Any], scene: Scene) -> Source | None:
         base = values["self"]
-        if not isinstance(base, fx.Node) or base.target not in _MAKERS or len(base.users) > 1:
+        if not isinstance(base, fx.Node) or not _is_new(base) or len(base.users) > 1:
             return None
         first = [values["from"]] if "from" in values else []  # it cannot be an argument's name in Python
         rest = {n: value for n, value in values.items() if n not in ("self", "from", "generator")}
@@ -130,9 +130,22 @@ def _filled(name: str) -> Special:
     return spelled
 
 
+def _is_new(node: fx.Node) -> bool:
+    """Whether a tensor is made by itself, or is one of another type that a cast makes of such a tensor."""
+    if node.target in _CASTS:
+        base = node.args[0]
+        before, after = (n.meta.get("val") if isinstance(n, fx.Node) else None for n in (base, node))
+        are_known = isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)
+        return are_known and before.dtype != after.dtype and isinstance(base, fx.Node) and _is_new(base)
+    return node.target in _MAKERS
+
+
+_CASTS = {torch.ops.aten.to.dtype, torch.ops.aten.to.other, torch.ops.aten.to.device}
 _MAKERS = {
     torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default,
-    torch.ops.aten.ones_like.default, torch.ops.aten.zeros.default, torch.ops.aten.zeros_like.default,
+    torch.ops.aten.ones.default, torch.ops.aten.ones_like.default, torch.ops.aten.new_ones.default,
+    torch.ops.aten.zeros.default, torch.ops.aten.zeros_like.default, torch.ops.aten.new_zeros.default,
+    torch.ops.aten.full.default, torch.ops.aten.full_like.default, torch.ops.aten.new_full.default,
 }  # fmt: skip
 
 SPECIAL: dict[str, Special] = FUNCTIONS | {
