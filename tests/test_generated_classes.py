@@ -208,8 +208,7 @@ def test_layers_that_nobody_calls_are_printed_as_layers(tmp_path: Path) -> None:
         self.odd[1].weight = nn.Parameter(torch.empty(2))
         self.odd[1].register_buffer("seen", torch.empty(2))
         self.odd[1].inner = nn.Linear(2, 2)
-        self.get_parameter("odd.1.inner.bias").requires_grad_(False)
-        self.get_parameter("odd.1.inner.weight").requires_grad_(False)
+        self.odd[1].inner.requires_grad_(False)
 """
     assert expected in program.source
     (tmp_path / "stage_0.py").write_text(program.source)
@@ -249,3 +248,31 @@ def test_classes_that_turn_a_tensor_another_way_stay_apart() -> None:
 
     for order in ("0, 2, 1", "1, 0, 2"):
         assert f".permute({order})" in pipe.stages[0].source
+
+
+class _Frozen(nn.Module):
+    """A backbone that is not trained, and a last layer of which the bias alone is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).requires_grad_(False)
+        self.adapter, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.head.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.adapter(self.backbone(x))).square().mean()  # type: ignore[no-any-return]
+
+
+def test_a_module_that_is_frozen_as_a_whole_is_frozen_in_one_line() -> None:
+    pipe = split(_Frozen(), torch.randn(4, 8), cluster=1, costs="analytic", check="full")
+
+    assert (
+        """
+        self.backbone.requires_grad_(False)
+        self.head.weight.requires_grad_(False)
+
+    def forward"""
+        in pipe.stages[0].source
+    )
+    trained = [name for name, p in pipe.stages[0].module.named_parameters() if p.requires_grad]
+    assert trained == ["adapter.weight", "adapter.bias", "head.bias"]

@@ -260,12 +260,11 @@ class StageWriter:
             if name != first:
                 self.tied_to[name] = first
                 endings.append(self._tie(name, attributes.refer(first), attributes))
-        for name, canonical in held.items():
-            spec = self._spec(name)
-            in_layer = any(name.startswith(path + ".") for path in layers)
-            if not spec.trainable and canonical in self.tree.graph.parameters and in_layer:
-                endings.append(f"self.get_parameter({quoted(name)}).requires_grad_(False)")
-        return endings
+        parameters = [name for name, canonical in held.items() if canonical in self.tree.graph.parameters]
+        frozen = [name for name in parameters if not self._spec(name).trainable]
+        in_layers = [name for name in frozen if any(name.startswith(path + ".") for path in layers)]
+        outermost = dict.fromkeys(_outermost_frozen(name, frozen, parameters) for name in in_layers)
+        return [*endings, *(f"{attributes.refer(path)}.requires_grad_(False)" for path in outermost)]
 
     def _tie(self, name: str, value: str, attributes: Attributes) -> str:
         target = attributes.refer(name)
@@ -286,6 +285,17 @@ class StageWriter:
         for names in self.tree.owned.values():
             held |= {name: self._spec(name).name for name in sorted(names)}
         return held
+
+
+def _outermost_frozen(name: str, frozen: Sequence[str], parameters: Sequence[str]) -> str:
+    """Returns the path of the largest module around a frozen parameter that has no other ones, or its own."""
+    parts = name.split(".")
+    for end in range(len(parts)):
+        within = "".join(f"{part}." for part in parts[:end])
+        inside = (other for other in parameters if other.startswith(within))
+        if set(frozen).issuperset(inside):
+            return within.removesuffix(".")
+    return name
 
 
 def _typed(dtype: str) -> Part:
