@@ -161,6 +161,60 @@ def test_arguments_stand_in_the_order_of_the_authors_parameters() -> None:
     assert "        x = x + self.second(modulate(self.norm(x), other_shift, other_scale))" in source
 
 
+class _Modulating(nn.Module):
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.norm, self.act, self.modulation = nn.LayerNorm(8), kind(), nn.Linear(8, 16)
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        shift, scale = self.modulation(c).chunk(2, dim=1)
+        x = modulate(self.norm(x), shift, scale)
+        return self.act(x)  # type: ignore[no-any-return]
+
+
+class _OfUnlike(nn.Module):
+    def __init__(self, *kinds: type[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Modulating(kind) for kind in kinds)
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, c)
+        return x.mean()
+
+
+def test_a_function_that_unlike_modules_call_once_each_is_one_of_the_stage() -> None:
+    inputs = torch.randn(3, 5, 8), torch.randn(3, 8)
+
+    source = _source(_OfUnlike(nn.Tanh, nn.Sigmoid), *inputs)
+    assert source.count("        x = modulate(self.norm(x), shift, scale)") == 2
+    assert "modulate" not in _source(_OfUnlike(nn.Tanh, nn.Tanh), *inputs)
+
+
+class _Turning(nn.Module):
+    """What it turns has no name of its own: both lines that make it assign two values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k = torch.tanh(self.q(x)), torch.tanh(self.k(x))
+        q, k = rotated_by(q, cos, sin), rotated_by(k, cos, sin)
+        return (q * k).mean()
+
+
+def rotated_by(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    x1, x2 = x[..., :4], x[..., 4:]
+    return torch.cat([x1 * cos - x2 * sin, x1 * sin + x2 * cos], dim=-1)
+
+
+def test_an_argument_without_a_name_is_the_one_that_is_left() -> None:
+    source = _source(_Turning(), torch.randn(3, 8), torch.randn(3, 4), torch.randn(3, 4))
+
+    assert "def rotated_by(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:" in source
+
+
 def norm_of(vectors: Tensor) -> Tensor:
     squares = vectors.pow(2).sum(-1, keepdim=True)
     norm = squares.pow(0.5)

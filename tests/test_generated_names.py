@@ -224,7 +224,7 @@ def test_what_is_filled_in_place_keeps_its_name() -> None:
     pipe = pd2bw_fx.split(_Filling(), torch.randn(4, 8), cluster=1, costs="analytic", check="full")
     source = pipe.stages[0].source
 
-    assert "out = out.select_scatter(x, dim=1, index=t)" in source
+    assert "out[:, t] = x" in source
     assert "out = out.masked_fill(out > 0.5, 0.0)" in source
     assert "heads" not in source
 
@@ -281,6 +281,38 @@ def test_states_of_a_recurrent_layer_and_of_a_cell_have_the_authors_names() -> N
 
     assert {"out, (h_n, c_n) = self.recurrent(x)", "h = h_n[-1] + c_n[-1]"} <= found.keys()
     assert "h = self.cell(self.embed(x[:, t]), h)" in found
+
+
+class _Encoding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = _Recurrent()
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = torch.zeros_like(x)
+        encoder_outputs, hidden = self.encoder(x)
+        outputs = outputs + encoder_outputs.cumsum(1)
+        return (outputs * encoder_outputs * hidden).mean()
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        outputs, hidden = self.rnn(x)
+        return outputs, hidden[-1][:, None]
+
+
+def test_the_output_of_a_recurrent_layer_is_called_as_its_module_calls_it_and_elsewhere_as_callers_do() -> (
+    None
+):
+    pipe = split(_Encoding(), torch.randn(2, 6, 4), cluster=1, costs="analytic")
+    source = pipe.stages[0].source
+
+    assert "encoder_outputs, hidden = self.encoder(x)" in source
+    assert "outputs, hidden = self.rnn(x)" in source
 
 
 class _Subtracting(nn.Module):

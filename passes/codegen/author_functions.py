@@ -4,7 +4,7 @@ rotated = query * cos + rotate_half(query) * sin        rotate_half is a functio
 turned = key * cos + rotate_half(key) * sin             and both calls run the same operators
 
 A trace has only the operators. Those of one call stand together, and one line led to all of their lines. A
-function is written as one if a forward calls it more than once, or if it is long.
+function is written as one if a forward calls it more than once, if unlike forwards call it, or if it is long.
 """
 
 from __future__ import annotations
@@ -58,12 +58,33 @@ def separate_calls(graph: OperatorGraph, root: Scope) -> None:
     """Puts the operators of such calls into scopes of their own, in the bodies of all modules' calls."""
     scopes = [scope for scope in walk(root) if scope.function is None]
     variants = defaultdict[tuple[str, str], set[Any]](set)
+    short = defaultdict[tuple[str, str], set[Any]](set)
+    callers = defaultdict[tuple[str, str], set[Any]](set)
     for scope in scopes:
         for call in _long_calls(graph, scope, scope.items, 1):
             variants[call.file, call.name].add(_signature(graph, call))
+        for call in _all_calls(graph, scope, scope.items, 1):
+            short[call.file, call.name].add(_signature(graph, call))
+            callers[call.file, call.name].add(_kind_of_forward(scope))
     alike = {function for function, found in variants.items() if len(found) == 1}
+    shared = {function for function, found in short.items() if len(found) == 1 < len(callers[function])}
     for scope in scopes:
-        scope.items = _separated(graph, scope, scope.items, 1, alike)
+        scope.items = _separated(graph, scope, scope.items, 1, alike, shared)
+
+
+def _kind_of_forward(scope: Scope) -> Any:
+    """Returns what forwards have in common that are written as one: their class and operators."""
+    return scope.type_name, tuple(str(node.target) for node in scope.nodes)
+
+
+def _all_calls(
+    graph: OperatorGraph, scope: Scope, items: Sequence[fx.Node | Scope], depth: int
+) -> Iterator[_Call]:
+    """Yields the calls of functions in a body, and in others that are no such calls."""
+    for run, inner in _runs(scope, items, depth):
+        if run is not None:
+            calls = _calls(graph, scope, run, inner)
+            yield from calls or _all_calls(graph, scope, inner, depth + 1)
 
 
 def _runs(
@@ -88,10 +109,12 @@ def _separated(
     items: Sequence[fx.Node | Scope],
     depth: int,
     long: Set[tuple[str, str]],
+    shared: Set[tuple[str, str]],
 ) -> list[fx.Node | Scope]:
     """Separates the calls that are `depth` calls away from the forward, and else those within them.
 
-    `long` are the long functions, by file and name, all calls of which do the same.
+    `long` are the long functions, by file and name, all calls of which do the same; `shared` are those that
+    unlike forwards call, also all in the same way.
     """
     runs = _runs(scope, items, depth)
     times = Counter(run for run, _ in runs)
@@ -106,10 +129,12 @@ def _separated(
         found = calls.get(id(inner), [])
         if run is None:
             separated += inner
-        elif found and all(alike[_signature(graph, call)] > 1 for call in found):
+        elif found and all(
+            alike[_signature(graph, call)] > 1 or (call.file, call.name) in shared for call in found
+        ):
             separated += [_scope_of(scope, call, call.nodes) for call in found]
         else:
-            within = _separated(graph, scope, inner, depth + 1, long)
+            within = _separated(graph, scope, inner, depth + 1, long, shared)
             call = _long_call(graph, scope, run, inner) if times[run] == 1 else None
             is_long = call is not None and (call.file, call.name) in long
             separated += [_scope_of(scope, call, within)] if call is not None and is_long else within

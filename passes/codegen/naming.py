@@ -173,9 +173,12 @@ def list_returned(line: Line) -> str | None:
     return names[0] if len(names) == 1 and names[0] != "_" else None
 
 
-def name_within(tree: StageTree, node: fx.Node, depth: int) -> str | None:
-    """Returns the author's name for a value in the outermost body at this depth or below that has one."""
-    for inner in range(depth, len(module_calls(node)) + 1):
+def name_within(tree: StageTree, node: fx.Node, depth: int, end: int | None = None) -> str | None:
+    """Returns the author's name for a value in the outermost body at this depth or below that has one.
+
+    With `end`, bodies from that depth on are left out.
+    """
+    for inner in range(depth, len(module_calls(node)) + 1 if end is None else end):
         if left_otherwise(tree, node, inner):
             continue
         line = line_at(node, inner)
@@ -269,6 +272,8 @@ def _parameters_given(tree: StageTree, scope: Scope, call: AuthorCall) -> dict[f
     unknown = sorted(node for node, parameter in found.items() if parameter is None)
     if len(unknown) == len(call.unnamed) == 1:
         ((_, found[unknown[0]]),) = call.unnamed
+    elif len(unknown) == len(left := set(call.given_as.values()).difference(found.values())) == 1:
+        (found[unknown[0]],) = left
     return found | matched_with_arguments(unknown, call.unnamed)
 
 
@@ -316,7 +321,9 @@ def _is_called(method: str, operator: str) -> bool:
 
 def name_where_made(tree: StageTree, node: fx.Node, depth: int) -> str | None:
     """Returns the author's name for a value in a body at this depth or below."""
-    named = state_name(tree, node) or name_within(tree, node, depth)
+    state = state_name(tree, node)
+    callers = None if state is None else name_within(tree, node, depth, len(module_calls(node)) - 1)
+    named = callers or state or name_within(tree, node, depth)
     if named is not None or not _is_operator(node, "getitem"):
         return named
     line = line_at(node, len(module_calls(node)))  # its own line: further out, other things are taken apart
