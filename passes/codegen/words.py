@@ -134,9 +134,12 @@ def _is_new(node: fx.Node) -> bool:
     """Whether a tensor is made by itself, or is one of another type that a cast makes of such a tensor."""
     if node.target in _CASTS:
         base = node.args[0]
-        before, after = (n.meta.get("val") if isinstance(n, fx.Node) else None for n in (base, node))
-        are_known = isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)
-        return are_known and before.dtype != after.dtype and isinstance(base, fx.Node) and _is_new(base)
+        if not isinstance(base, fx.Node):
+            return False
+        before, after = base.meta.get("val"), node.meta.get("val")
+        if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+            return False
+        return before.dtype != after.dtype and _is_new(base)
     return node.target in _MAKERS
 
 
