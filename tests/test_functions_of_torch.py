@@ -48,6 +48,20 @@ def by_two_masks(model: Model, x: Tensor) -> Tensor:
     return F.mse_loss(hidden[~mask], x[:, 8:16][~mask])
 
 
+def by_rows(model: Model, x: Tensor) -> Tensor:
+    hidden, mask = model.first(x), x[:, 0] > x[:, 1] - 1
+    return F.mse_loss(hidden.masked_select(mask.unsqueeze(-1)), x[:, 8:16].masked_select(mask[:, None]))
+
+
+def others(model: Model, x: Tensor) -> Tensor:
+    """Compares each sample with the others, and not with itself."""
+    hidden = model.first(x)
+    same = (x[:, :1] > 0.5) == (x[:, 0] > 0.5)
+    same.fill_diagonal_(False)
+    likeness = (hidden @ hidden.T).masked_fill(same, -1e9)
+    return F.cross_entropy(likeness, torch.arange(len(x)))
+
+
 def divergence(model: Model, x: Tensor) -> Tensor:
     """Calls distributions that check their arguments by assertions."""
     mean, deviation = model.first(x).chunk(2, -1)
@@ -73,6 +87,8 @@ FUNCTIONS: dict[str, Callable[[Model, Tensor], Tensor]] = {
     "a pad of rows that a mask picks": lambda model, x: F.pad(picked(model, x).cumsum(-1), (1, 0)),
     "two selections by one mask": two_selections,
     "two selections by a mask that is computed twice": by_two_masks,
+    "two selections by a mask of rows": by_rows,
+    "all but the diagonal": others,
     "the divergence of two normals of several dimensions": divergence,
     "bags of one word": lambda model, x: model.last(model.bags(words(x)[:, 0].unsqueeze(1))),
     "bags of one word, as a view": lambda model, x: model.last(model.bags(words(x[:, :1]).view(-1, 1))),
@@ -103,7 +119,7 @@ def test_a_bag_of_one_word_is_called_as_the_layer() -> None:
 
 def test_lengths_that_differ_for_a_trace_name_what_to_do() -> None:
     def by_two_masks(model: Model, x: Tensor) -> Tensor:
-        hidden, mask = model.first(x), x[:, 0] > 0.5
+        hidden, mask = model.first(x), x[:, 0] > x[:, 1] - 1
         return F.cosine_similarity(hidden[~mask], x[:, 8:16][~mask])
 
     with pytest.raises(TraceError, match=r"Try: index by one mask that is computed once.*pd2bw_fx\.untraced"):

@@ -18,8 +18,16 @@ from torch.overrides import TorchFunctionMode
 
 _TORCH_INFER_SIZE = torch._C._infer_size
 _TORCH_MASKED_SELECT = torch.masked_select
+_TORCH_FILL_DIAGONAL = Tensor.fill_diagonal_
 _CHUNK, _SPLIT = (torch.chunk, Tensor.chunk), (torch.split, Tensor.split)
 _MOST_PARTS = 64
+
+
+@contextmanager
+def keep_shapes_symbolic() -> Iterator[None]:
+    """Enters those of this file's patches that every trace needs."""
+    with infer_symbolic_sizes(), select_by_index(), fill_diagonals_of_any_size():
+        yield
 
 
 @contextmanager
@@ -59,6 +67,7 @@ def select_by_index() -> Iterator[None]:
     """Replaces `masked_select` by indexing with the mask:
 
         loss(x.masked_select(mask), y.masked_select(mask))    ->    loss(x[mask], y[mask])
+        frames.masked_select(mask.unsqueeze(-1))              ->    frames[mask].flatten()
 
     How much a mask selects is known only when the model runs. A trace identifies such a length by the mask
     that it was counted in, so that two selections by one mask have the same length. It does not see that
@@ -69,9 +78,40 @@ def select_by_index() -> Iterator[None]:
 
 
 def _selected(input: Tensor, mask: Tensor, **options: Any) -> Tensor:  # noqa: A002 - torch's word
-    if options or mask.dtype is not torch.bool or input.shape != mask.shape:
+    if options or mask.dtype is not torch.bool:
         return _TORCH_MASKED_SELECT(input, mask, **options)
-    return input[mask]
+    if input.shape == mask.shape:
+        return input[mask]
+    of_rows = _of_rows(mask)
+    if of_rows is None or input.shape[:-1] != of_rows.shape:
+        return _TORCH_MASKED_SELECT(input, mask)
+    return input[of_rows].flatten()
+
+
+def _of_rows(mask: Tensor) -> Tensor | None:
+    """Returns the tensor that `mask` is with a last dimension of one, if it is a view of such a tensor."""
+    base = mask._base
+    if base is None or base.dim() + 1 != mask.dim() or (*base.shape, 1) != mask.shape:
+        return None
+    is_whole = base.storage_offset() == mask.storage_offset() and base.stride() == mask.stride()[:-1]
+    return base if is_whole else None
+
+
+@contextmanager
+def fill_diagonals_of_any_size() -> Iterator[None]:
+    """Fills the diagonal of a matrix by a mask, where torch would compare its sizes and fix them:
+
+    same.fill_diagonal_(False)    ->    same.masked_fill_(torch.eye(batch, batch, dtype=torch.bool), False)
+    """
+    with patch.object(Tensor, "fill_diagonal_", _filled):
+        yield
+
+
+def _filled(matrix: Tensor, fill_value: Any, wrap: bool = False) -> Tensor:
+    if matrix.dim() != 2 or wrap or all(type(size) is int for size in matrix.shape):
+        return _TORCH_FILL_DIAGONAL(matrix, fill_value, wrap)
+    diagonal = torch.eye(*matrix.shape, dtype=torch.bool, device=matrix.device)
+    return matrix.masked_fill_(diagonal, fill_value)
 
 
 class SymbolicSplits(TorchFunctionMode):

@@ -25,7 +25,7 @@ from .module_moves import skip_no_op_moves
 from .named_values import record_value_names
 from .numbers_of_sizes import keep_sizes_symbolic
 from .size_answers import record_size_answers
-from .symbolic_shapes import SymbolicSplits, infer_symbolic_sizes, select_by_index
+from .symbolic_shapes import SymbolicSplits, keep_shapes_symbolic
 
 
 @contextmanager
@@ -50,8 +50,7 @@ def while_tracing(program: Program) -> Iterator[None]:
         take_fixed_buffers_for_constants(program),
         fold_constants(),
         record_value_names(),
-        select_by_index(),
-        infer_symbolic_sizes(),
+        keep_shapes_symbolic(),
         record_size_answers(program.answers),
         record_guards(program.answers.guards),
         leave_other_flags_alone(),
