@@ -7,13 +7,16 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.costs import Kept, MemoryModel
-from pd2bw_fx.passes.partition.bounds import stage_table
+from pd2bw_fx.passes.partition.bounds import accounts, stage_table
+from pd2bw_fx.passes.partition.bounds.accounts import Accounts, TimeInAll, TimeToHandOn
+from pd2bw_fx.passes.partition.bounds.chains import Readers, RoomInAll, RoomToHandOn, roomiest_chain
 from pd2bw_fx.passes.partition.bounds.downsets import DeviceKind, DownSets
 from pd2bw_fx.passes.partition.bounds.relaxed_bound import RelaxedBound, joined_nodes
 from pd2bw_fx.passes.partition.bounds.stage_table import StageTable
@@ -198,10 +201,10 @@ def test_no_way_to_hand_tensors_on_is_faster_than_what_is_refuted(
     )  # with nodes as they are nothing is relaxed but memory
     rules = rules_of(instance, joined=True)
     assert rules is not None
-    without_room_s, _ = rules.fastest(best_s * 1.5, Deadline(30.0))
+    refuted_s = proposed_s(instance)[1]
     monkeypatch.setattr(stage_table, "_MAX_STAGES", 0)  # too many to list
     if joined_nodes(instance, Deadline(30.0)).max() + 1 < instance.num_nodes:
-        assert proposed_s(instance)[1] == pytest.approx(without_room_s, abs=2e-3)
+        assert proposed_s(instance)[1] == refuted_s
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -221,6 +224,48 @@ def test_the_stages_listed_are_all_that_a_chain_within_the_target_has(seed: int)
     assert table is not None
     listed = zip(table.start.tolist(), table.end.tolist(), table.load_s.tolist(), strict=True)
     assert {(start, end): load_s for start, end, load_s in listed} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_accounts_have_the_chains_of_the_table_of_all_stages(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = random.Random(seed)
+    instance = replace(drawn(draw, draw.choice([2, 3, 4]), num_blocks=9), per_destination=False)
+    sets = DownSets.of([DeviceKind(instance, 0, instance.num_stages)], max_sets=1000)
+    assert sets is not None
+    monkeypatch.setattr(accounts, "_ROWS", draw.choice([1, 3, 64]))
+    monkeypatch.setattr(accounts, "_MANY", 2)
+    total_s = float(instance.work_s[0].sum())
+
+    for target_s in (total_s * share / 20 for share in range(8, 40)):
+        table = StageTable.of(sets, target_s, Deadline(30.0))
+        assert table is not None
+        readers = Readers(table, least=3)
+        for room, by_account in (
+            (RoomInAll(table, target_s), TimeInAll(sets, target_s)),
+            (RoomToHandOn(table, readers, target_s), TimeToHandOn(sets, target_s)),
+        ):
+            found = Accounts.of(sets, target_s, by_account, Deadline(30.0))
+            for num_stages in (None, 2, instance.num_stages):
+                expected = roomiest_chain(table, target_s, room, Deadline(30.0), num_stages=num_stages)
+                chain = found.roomiest_chain(num_stages)
+                assert (chain is None) == (expected is None)
+                if chain is not None and expected is not None:
+                    assert left_s(room, table, chain) == pytest.approx(left_s(room, table, expected))
+
+
+def left_s(room: Any, table: StageTable, stage_of: Any) -> float:
+    """Returns the account at the end of a chain, whose stages are all in the table."""
+    of = {stage: at for at, stage in enumerate(zip(table.start.tolist(), table.end.tolist(), strict=True))}
+    number_of = {tuple(row): at for at, row in enumerate(table.sets.member.tolist())}
+    ends = [number_of[tuple((stage_of < stage).tolist())] for stage in range(max(stage_of) + 2)]
+    left_s = room.first
+    for stage in (stage for stage in itertools.pairwise(ends) if stage[0] != stage[1]):
+        left_s -= room.taken[of[stage]]
+        assert left_s >= -1e-6
+        left_s += room.given[of[stage]] if len(np.shape(room.given)) else 0.0
+    return float(left_s)
 
 
 def test_a_send_that_no_stage_has_the_time_for_is_not_shared_by_two_of_them() -> None:

@@ -8,6 +8,7 @@ relaxation.py     the same with relaxed rules for a tensor's cost and for memory
 relaxed_bound.py  bounds for stages that are all alike, over joined nodes and over all
 stage_table.py    all stages that a chain of down-sets can have within a target
 chains.py         the fastest chain of down-sets, and the one that leaves most room to hand tensors on
+accounts.py       the latter, where the stages of all chains are too many for a table
 whole_sends.py    a chain whose stages have the time for every single send
 dominance.py      joins nodes that may share a device at no loss, so that fewer down-sets are left
 near_cuts.py      the down-sets that an assignment near a bound can be cut at, where all are too many

@@ -69,7 +69,7 @@ class DownSets:
         self.words = _words(self.member)  # (words, sets)
         self.counts = _counts(self.member, instance)  # (nets, sets): members of a net in the set
         self.sizes = np.array([len(net.members) for net in instance.nets], dtype=np.int64)
-        self._partly = partly = (self.counts > 0) & (self.counts < self.sizes[:, None])
+        self.partly = partly = (self.counts > 0) & (self.counts < self.sizes[:, None])
         self.tables = [_Table(kind, self.member, partly) for kind in self.kinds]
         self._sums: dict[tuple[str, bytes], Floats] = {}
         self.up_to_s: Floats = np.maximum.accumulate(self.tables[0].work_s)
@@ -100,7 +100,7 @@ class DownSets:
     @functools.cached_property
     def crossing(self) -> list[Integers]:
         """The nets that are partly in each set."""
-        return [np.flatnonzero(column) for column in self._partly.T]
+        return [np.flatnonzero(column) for column in self.partly.T]
 
     def of_nodes(self, each: Floats) -> Floats:
         """Returns the sum over each set's nodes. Other orders of the devices ask for most sums again."""
@@ -108,7 +108,7 @@ class DownSets:
 
     def of_crossing(self, each: Floats) -> Floats:
         """Returns the sum over the nets that are partly in each set."""
-        return self._summed("crossing", each, lambda: each @ self._partly)
+        return self._summed("crossing", each, lambda: each @ self.partly)
 
     def _summed(self, over: str, each: Floats, add_up: Callable[[], Floats]) -> Floats:
         key = over, each.tobytes()
@@ -199,7 +199,7 @@ class DownSets:
         load_s = load_s[candidates]
         candidates = candidates + start
         load_s += table.cut_s[candidates]
-        for net in np.flatnonzero(self._partly[:, at]):
+        for net in np.flatnonzero(self.partly[:, at]):
             counts = self.counts[net, candidates]
             # `cut_s` counts tensors that are cut at the new set. Of those cut at set `at`, the stage pays for
             # the ones that it has a part of.

@@ -34,6 +34,7 @@ from pd2bw_fx.passes.partition.instance import Floats, Instance, Integers, Net
 from pd2bw_fx.passes.partition.route import links_are_alike, loads_of
 from pd2bw_fx.passes.solver import Status
 
+from .accounts import Accounts, TimeInAll, TimeToHandOn
 from .chains import (
     Readers,
     Room,
@@ -114,9 +115,12 @@ class RelaxedBound:
     def __call__(self, target_s: float, deadline: Deadline) -> Answer:
         try:
             is_possible, found = self._without_listing(target_s, deadline)
-            stages = self._within(target_s, deadline) if is_possible else None
-            if stages is not None:
-                is_possible, found = self._asked(stages, target_s, deadline)
+            if is_possible and self._num_stages is None and isinstance(self._sets, DownSets):
+                is_possible, found = self._asked_of_all(self._sets, target_s, deadline)
+            else:
+                stages = self._within(target_s, deadline) if is_possible else None
+                if stages is not None:
+                    is_possible, found = self._asked(stages, target_s, deadline)
         except OutOfTime:
             return Answer(Status.UNKNOWN)
         if not is_possible:
@@ -144,6 +148,24 @@ class RelaxedBound:
             self._instance.may_be_empty or len(set(chain.stage_of.tolist())) == self._instance.num_stages
         )
         return True, chain.stage_of if has_all else None
+
+    def _asked_of_all(
+        self, sets: DownSets, target_s: float, deadline: Deadline
+    ) -> tuple[bool, Integers | None]:
+        """Returns what `_asked` does, of all down-sets of joined nodes, whose stages need not be listed."""
+        in_all = Accounts.of(sets, target_s, TimeInAll(sets, target_s), deadline)
+        if in_all.roomiest_chain() is None:
+            return False, None
+        num_stages = None if self._instance.may_be_empty else self._instance.num_stages
+        found = [in_all.roomiest_chain(num_stages)]
+        to_hand_on = TimeToHandOn(sets, target_s)
+        if to_hand_on.nets:
+            found.append(Accounts.of(sets, target_s, to_hand_on, deadline).roomiest_chain(num_stages))
+        return True, min((each for each in found if each is not None), key=self._real_s, default=None)
+
+    def _real_s(self, found: Integers) -> float:
+        loads = loads_of(self._instance, found[self._number_of])
+        return loads.bottleneck_s if loads.fits else np.inf
 
     def _asked(self, stages: StageTable, target_s: float, deadline: Deadline) -> tuple[bool, Integers | None]:
         """Returns whether the relaxed rules allow the target, and the joined nodes' stages by a rule that is

@@ -19,11 +19,13 @@ whose end more stages are needed than are left.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from pd2bw_fx.passes.partition.instance import Floats, Integers
+from pd2bw_fx.passes.partition.instance import Flags, Floats, Integers
 
 from .downsets import DownSets, OutOfTime
 
@@ -55,8 +57,8 @@ class StageTable:
     def of(cls, sets: DownSets, target_s: float, deadline: Any) -> StageTable | None:
         """Returns None where there are too many stages to list. Raises OutOfTime."""
         most, last = sets.kinds[0].count, len(sets) - 1
-        fewest_behind = _fewest_behind(sets, target_s)
-        pairs = _Pairs(sets, np.flatnonzero(fewest_behind < most))
+        fewest_behind = fewest_stages_behind(sets, target_s)
+        pairs = Pairs(sets, np.flatnonzero(fewest_behind < most))
         ahead = np.full(last + 1, _UNREACHED)  # the fewest stages from the first set
         ahead[0] = 0
         start, end, seconds, num_stages = [], [], [], 0
@@ -65,13 +67,13 @@ class StageTable:
             for at in range(0, len(from_sets), _ROWS):
                 if deadline.left_s == 0:
                     raise OutOfTime
-                here, to, s = pairs.within(from_sets[at : at + _ROWS], target_s)
+                block = pairs.within(from_sets[at : at + _ROWS], target_s)
                 if pairs.steps > _MAX_STEPS:
                     return None
-                leads_on = number + fewest_behind[to] <= most
-                start.append(here[leads_on])
-                end.append(to[leads_on])
-                seconds.append(s[:, leads_on])
+                here, to = np.nonzero(block.fits & (number + fewest_behind[block.end] <= most))
+                start.append(block.start[here])
+                end.append(block.end[to])
+                seconds.append(np.stack((block.load_s[here, to], block.received_s[here, to])))
                 num_stages += len(end[-1])
                 if num_stages > _MAX_STAGES:
                     return None
@@ -86,7 +88,7 @@ class StageTable:
         return cls(sets, target_s, starts[is_useful], ends[is_useful], np.hstack(seconds)[:, is_useful])
 
 
-def _fewest_behind(sets: DownSets, target_s: float) -> Integers:
+def fewest_stages_behind(sets: DownSets, target_s: float) -> Integers:
     """Returns the fewest stages behind each set, by what is to be done there, or `_UNREACHED` for a set that
     no chain within the target has."""
     table, most = sets.tables[0], sets.kinds[0].count
@@ -102,8 +104,22 @@ def _fewest_behind(sets: DownSets, target_s: float) -> Integers:
     return found
 
 
-class _Pairs:
-    """Loads of pairs of down-sets, of which the second is in `useful`."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Stages from some down-sets to others: from `start` (rows) to `end` (columns), where it `fits`.
+
+    `load_s` and `received_s` are those of `StageTable`; where it does not fit they mean nothing.
+    """
+
+    start: Integers
+    end: Integers
+    fits: Flags
+    load_s: Floats
+    received_s: Floats
+
+
+class Pairs:
+    """Loads of pairs of down-sets, of which the second is in `useful`. `steps` counts what products take."""
 
     def __init__(self, sets: DownSets, useful: Integers) -> None:
         table = sets.tables[0]
@@ -119,33 +135,28 @@ class _Pairs:
         self._is_last = self._num_before == sets.sizes[self._net] - 1
         self.steps = 0
 
-    def within(self, rows: Integers, target_s: float) -> tuple[Integers, Integers, Floats]:
-        """Returns the stages from these sets, in rising order: where they start, where they end, and their
-        seconds (load and received, stages)."""
+    def within(self, rows: Integers, target_s: float) -> Block:
+        """Returns the stages within the target from these sets, in rising order."""
         sets, time_s = self._sets, target_s * _SLACK
         until = int(np.searchsorted(self._up_to_s, self._up_to_s[rows[-1]] + time_s, side="right"))
         near = self._useful[slice(*np.searchsorted(self._useful, (rows[0] + 1, until)))]
-        in_all = np.bitwise_and.reduce(sets.words[:, rows], axis=1)[:, None]
+        in_all: npt.NDArray[np.uint64] = np.bitwise_and.reduce(sets.words[:, rows], axis=1, keepdims=True)
         near = near[((sets.words[:, near] & in_all) == in_all).all(axis=0)]
-        counts = sets.counts[self._net[:, None], rows]
-        received = self._cost_s * (counts == self._num_before[:, None]).T
-        is_whole = (counts > 0) & (counts <= self._num_before[:, None]) & self._is_last[:, None]
-        costs = received + self._cost_s * is_whole.T
-        has_more = self._has_more(near)
+        # Of a large model's tensors, few are cut at one of these sets.
+        cut = np.flatnonzero(sets.partly[:, rows].any(axis=1))
+        flags = np.flatnonzero(np.isin(self._net, cut))
+        counts, num_before = sets.counts[self._net[flags, None], rows], self._num_before[flags, None]
+        received = self._cost_s[flags] * (counts == num_before).T
+        is_whole = (counts > 0) & (counts <= num_before) & self._is_last[flags, None]
+        costs = received + self._cost_s[flags] * is_whole.T
+        has_more = (sets.counts[self._net[flags, None], near] > num_before).astype(np.float64)
         self.steps += len(rows) * has_more.size
         load_s = costs @ has_more
         load_s += self._behind_s[near]
         load_s -= self._behind_s[rows, None]
-        at, to = np.nonzero(load_s <= time_s)
-        own = sets.words[:, rows[at]]
-        grows = ((sets.words[:, near[to]] & own) == own).all(axis=0) & (near[to] > rows[at])
-        at, to = at[grows], to[grows]
-        columns, place = np.unique(to, return_inverse=True)
-        received_s = (received @ has_more[:, columns])[at, place]
-        return rows[at], near[to], np.stack((load_s[at, to], received_s))
-
-    def _has_more(self, sets: Integers) -> Floats:
-        has_more: Floats = (self._sets.counts[self._net[:, None], sets] > self._num_before[:, None]).astype(
-            np.float64
-        )
-        return has_more
+        fits = (load_s <= time_s) & (near > rows[:, None])
+        others: npt.NDArray[np.uint64] = sets.words[:, rows] & ~in_all
+        for word in np.flatnonzero(others.any(axis=1)):
+            own = others[word][:, None]
+            fits &= (sets.words[word, near] & own) == own
+        return Block(rows, near, fits, load_s, received @ has_more)
