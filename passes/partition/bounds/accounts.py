@@ -134,13 +134,13 @@ class Accounts:
         self, start: int, end: Integers, taken: Floats, given: Floats, least: Floats, behind: Integers
     ) -> None:
         """Goes on from a set to those that one stage more can end with."""
-        for number in np.flatnonzero(self._left[:-1, start] > -np.inf).tolist():
-            left = self._left[number, start] - taken
-            left[(left < least) | (number + 1 + behind > self._most)] = -np.inf
-            left += given
-            is_more = left > self._left[number + 1, end]
-            self._left[number + 1, end[is_more]] = left[is_more]
-            self._came[number + 1, end[is_more]] = start
+        numbers = np.flatnonzero(self._left[:-1, start] > -np.inf)[:, None]
+        left = self._left[numbers, start] - taken
+        left += np.where((left < least) | (numbers + behind >= self._most), -np.inf, given)
+        number, to = np.nonzero(left > self._left[numbers + 1, end])
+        after, end = numbers[number, 0] + 1, end[to]
+        self._left[after, end] = left[number, to]
+        self._came[after, end] = start
 
     def roomiest_chain(self, num_stages: int | None = None) -> Integers | None:
         """Returns the stage of each node on the chain with the most room at its end, of `num_stages` or of

@@ -157,13 +157,16 @@ class RelaxedBound:
         if in_all.roomiest_chain() is None:
             return False, None
         num_stages = None if self._instance.may_be_empty else self._instance.num_stages
-        found = [in_all.roomiest_chain(num_stages)]
+        found = in_all.roomiest_chain(num_stages)
         to_hand_on = TimeToHandOn(sets, target_s)
-        if to_hand_on.nets:
-            found.append(Accounts.of(sets, target_s, to_hand_on, deadline).roomiest_chain(num_stages))
-        return True, min((each for each in found if each is not None), key=self._real_s, default=None)
+        if self._real_s(found) <= target_s or not to_hand_on.nets:
+            return True, found
+        other = Accounts.of(sets, target_s, to_hand_on, deadline).roomiest_chain(num_stages)
+        return True, min(found, other, key=self._real_s)
 
-    def _real_s(self, found: Integers) -> float:
+    def _real_s(self, found: Integers | None) -> float:
+        if found is None:
+            return np.inf
         loads = loads_of(self._instance, found[self._number_of])
         return loads.bottleneck_s if loads.fits else np.inf
 
