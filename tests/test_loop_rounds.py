@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pd2bw_fx.passes.codegen.attributes import Attributes
-from pd2bw_fx.passes.codegen.loops import entries, rounds
+from pd2bw_fx.passes.codegen.loops import entries, rolling, rounds
 from pd2bw_fx.passes.codegen.loops.counted import counting, spelled
 from pd2bw_fx.passes.codegen.loops.rolling import in_rounds
 from pd2bw_fx.passes.codegen.loops.tokens import Line, computed, line_of
@@ -81,3 +81,28 @@ def test_a_long_body_that_has_no_loop_is_not_read_again_from_every_line(
     in_rounds(body, Attributes("", {}.get, {}.get))
 
     assert len(read) <= 3 * len(body)
+
+
+@pytest.mark.parametrize(
+    ("line", "returned"),
+    [
+        ("h_{} = cell(given_{})", "return torch.stack([{}])"),
+        ("h_{} = cell(h_{}, x[:, {}])", "return {}"),
+    ],
+)
+def test_lines_that_take_or_give_what_crosses_a_cut_one_by_one_are_not_tried_as_rounds(
+    line: str, returned: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+
+    class CountedRounds(rounds.Rounds):
+        def __init__(self, body: entries.BodyLines, start: int, length: int) -> None:
+            tried.append(start)
+            super().__init__(body, start, length)
+
+    monkeypatch.setattr(rolling, "Rounds", CountedRounds)
+    body = [Statement(line.format(n + 1, n, n)) for n in range(200)]
+    body.append(Statement(returned.format(", ".join(f"h_{n + 1}" for n in range(200)))))
+    in_rounds(body, Attributes("", {}.get, {}.get))
+
+    assert not tried

@@ -45,7 +45,7 @@ def second_name(at: Line, name: str, made: Line | None, ran: Sequence[Line]) -> 
     one and `at` that made other values.
     """
     inside = _function_of(at.file, at.number)
-    if inside is None:
+    if inside is None or name not in inside.renamed:
         return None
     lines, renamings = inside.lines, inside.renamings
     chain = () if made is None else made.chain
@@ -65,6 +65,10 @@ class _Function:
     lines: range
     renamings: Sequence[tuple[int, str, str]]  # line, new name, old name
     assignments: Sequence[tuple[int, str]]  # line, name
+
+    @property
+    def renamed(self) -> set[str]:
+        return {old for _, _, old in self.renamings}
 
 
 def _function_of(file: str, number: int) -> _Function | None:

@@ -42,6 +42,7 @@ def without_zeros(text: str) -> str:
     return _FROM_ZERO.sub(lambda match: ":" if match[0].startswith("0") else match[0], text)
 
 
+_RETURNS_SEVERAL = re.compile(r"return \w+(?:, \w+)+")
 _APPENDS = re.compile(r"\w+\.append\(")
 _FROM_THE_START = re.compile(rf"{STRING}|(?<=[\[ ]):(?=\d)")
 _FROM_ZERO = re.compile(rf"{STRING}|(?<=[\[ ])0 ?:")
@@ -107,18 +108,42 @@ class BodyLines:
         return places[bisect.bisect_left(places, (line, -1)) :]
 
     def most_rounds(self, start: int, length: int) -> int:
-        """Counts the rounds of `length` entries with equal outlines that follow one another from `start`."""
+        """Counts the rounds of `length` entries with equal outlines that follow one another from `start`.
+
+        There is but one where the body returns by itself what the first round makes.
+        """
+        if bisect.bisect_left(self._returned, start) < bisect.bisect_left(self._returned, start + length):
+            return 1
         if length not in self._repeats:
-            self._repeats[length] = _repeats(self.outlines, length)
+            self._repeats[length] = self._repeating(length)
         return 1 + self._repeats[length][start] // length
 
+    def _repeating(self, length: int) -> list[int]:
+        """Counts, for each place, how many entries from there on may be those `length` places later."""
+        outlines, found = self.outlines, [0] * len(self.outlines)
+        for at in reversed(range(len(outlines) - length)):
+            is_alike = outlines[at] == outlines[at + length] and self._read_alike(at, at + length)
+            found[at] = found[at + 1] + 1 if is_alike else 0
+        return found
 
-def _repeats(outlines: Sequence[int], length: int) -> list[int]:
-    """Counts, for each place, how many outlines from there on equal those `length` places later."""
-    found = [0] * len(outlines)
-    for at in reversed(range(len(outlines) - length)):
-        found[at] = found[at + 1] + 1 if outlines[at] == outlines[at + length] else 0
-    return found
+    def _read_alike(self, line: int, other: int) -> bool:
+        """Whether two lines read the same at each place where both read something from outside the body."""
+        names = self._from_outside[other]
+        return all(names.get(at, name) == name for at, name in self._from_outside[line].items())
+
+    @functools.cached_property
+    def _returned(self) -> list[int]:
+        """The entries that make one of several values that the body returns: `return x, skip`."""
+        last = len(self.entries) - 1
+        if last < 0 or not _RETURNS_SEVERAL.fullmatch(entry_text(self.entries[last])):
+            return []
+        values = (value for value in self.flow.values[last].values() if isinstance(value, int))
+        return sorted({self.flow.makers[value][0] for value in values})
+
+    @functools.cached_property
+    def _from_outside(self) -> list[dict[int, str]]:
+        """The names that each line reads from outside the body, by their places."""
+        return [{at: v for at, v in values.items() if isinstance(v, str)} for values in self.flow.values]
 
 
 def num_lines(entry: Entry) -> int:
