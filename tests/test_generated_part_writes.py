@@ -163,3 +163,28 @@ def test_such_a_stage_is_exported_and_compiled(tmp_path_factory: pytest.TempPath
     stage = pipe.stages[0].module.eval()
     compiled = torch.compile(stage, backend="eager", fullgraph=True)
     assert torch.equal(compiled(labels), stage(labels))
+
+
+class _Queue(nn.Module):
+    """The keys of a momentum encoder go into a buffer, in a place that moves on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("queue", torch.randn(4, 12))
+        self.register_buffer("place", torch.zeros(1, dtype=torch.long))
+        self.queue: Tensor
+        self.place: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = self.layer(x)
+        loss = (keys @ self.queue.clone().detach()).square().mean()
+        with torch.no_grad():
+            index = (self.place + torch.arange(len(x))) % 12
+            self.queue[:, index] = keys.T.detach()
+            self.place.copy_((self.place + len(x)) % 12)
+        return loss
+
+
+def test_what_is_put_into_a_buffer_by_an_index_is_an_assignment() -> None:
+    assert "            self.queue[:, index] = keys.T" in _source(_Queue(), torch.randn(3, 4).double())

@@ -143,6 +143,9 @@ def _as_the_author(node: fx.Node, name: str, values: Mapping[str, Any], scene: S
         return power(first, second, scene)
     if name == "reciprocal" and (one := divided_one(node)) is not None:
         return infix("div", one, first, scene)
+    if name == "index_put_" and not node.users and values.keys() == {"self", "indices", "values"}:
+        places = ", ".join(":" if index is None else scene.text(index) for index in values["indices"])
+        return Source(f"{scene.receiver(first)}[{places}] = {scene.text(values['values'])}")
     if name == "detach" and is_written_data(node):
         return Source(f"{scene.receiver(first)}.data")
     if name == "unsqueeze" and is_a_subscript(node):
