@@ -371,3 +371,30 @@ def test_a_sum_from_zero_and_a_slice_from_the_start_are_in_the_loop_and_a_list_i
     assert "mixed = mixed + shares[:, number : number + 1] * y" in inside
     assert "penalty = penalty + y.square().mean()" in inside
     assert "parts = [head(mixed).sum(-1) for head in self.heads]" in source
+
+
+class Crossing(nn.Module):
+    """Two lists side by side, and steps that the author counts from 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.ParameterList(nn.Parameter(torch.randn(8)) for _ in range(3))
+        self.b = nn.ParameterList(nn.Parameter(torch.randn(8)) for _ in range(3))
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x0: Tensor) -> Tensor:
+        x = x0
+        for weight, bias in zip(self.w, self.b, strict=True):
+            x = x0 * (x @ weight).unsqueeze(-1) + bias + x
+        total = x[:, 0].sin()
+        for place in range(1, x.shape[1]):
+            total = total * x[:, place - 1] + x[:, place].cos()
+        return (self.layer(x).mean(1) + total).square().mean()
+
+
+def test_members_side_by_side_and_what_counts_have_the_authors_names_and_numbers() -> None:
+    source = _source(Crossing(), torch.randn(3, 8))
+    inside = _inside(source, "for weight, bias in zip(self.w, self.b, strict=True):")
+    assert inside == ["x = x0 * (x @ weight).unsqueeze(-1) + bias + x"]
+    inside = _inside(source, "for place in range(1, 8):")
+    assert inside == ["total = total * x[:, place - 1] + x[:, place].cos()"]

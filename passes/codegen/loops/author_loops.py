@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import linecache
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pd2bw_fx.passes.codegen.literals import identifier
@@ -27,10 +27,11 @@ def parsed(file: str) -> ast.Module:
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """What a loop counts with, and the numbers that it takes, where the source says them."""
+    """What a loop counts with, and the numbers that it takes, or the first, where the source says them."""
 
     name: str = ""
     numbers: range | None = None
+    first: int | None = None
 
 
 NO_COUNTER = Counter()
@@ -115,7 +116,7 @@ def _counters(file: str) -> list[tuple[range, Counter]]:
             if isinstance(first, ast.Name) and first.id != "_" and _counts(loop.iter):
                 assert isinstance(node, ast.stmt | ast.expr)
                 lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
-                found.append((lines, Counter(identifier(first.id), _numbers(loop.iter))))
+                found.append((lines, Counter(identifier(first.id), _numbers(loop.iter), _first(loop.iter))))
     return sorted(found, key=lambda entry: (entry[0].start, -len(entry[0])))
 
 
@@ -131,3 +132,30 @@ def _numbers(over: ast.expr) -> range | None:
         return range(*map(ast.literal_eval, over.args))
     except (ValueError, TypeError):
         return None
+
+
+def _first(over: ast.expr) -> int | None:
+    """Returns the 1 of `range(1, n)`, or None where the source does not say it."""
+    if not isinstance(over, ast.Call) or ast.unparse(over.func) != "range" or len(over.args) != 2:
+        return None
+    first = over.args[0]
+    return first.value if isinstance(first, ast.Constant) and type(first.value) is int else None
+
+
+@functools.lru_cache(maxsize=1024)
+def names_of_members(loop: str) -> Mapping[str, str]:
+    """Maps `w` and `b` of `for weight, bias in zip(self.w, self.b)` to weight and bias.
+
+    `loop` is the file and first line of a loop; where that goes over anything else, there are no names.
+    """
+    file, _, number = loop.rpartition(":")
+    loops = (node for node in ast.walk(parsed(file)) if isinstance(node, ast.For)) if file else ()
+    found = next((node for node in loops if str(node.lineno) == number), None)
+    over, target = (None, None) if found is None else (found.iter, found.target)
+    if not isinstance(over, ast.Call) or ast.unparse(over.func) != "zip" or not isinstance(target, ast.Tuple):
+        return {}
+    return {
+        held.attr: identifier(name.id)
+        for held, name in zip(over.args, target.elts, strict=False)
+        if isinstance(held, ast.Attribute) and isinstance(name, ast.Name) and name.id != "_"
+    }

@@ -41,12 +41,17 @@ class Counting:
         return f"range({first}, {stop})" if first else f"range({stop})"
 
 
-def counting(columns: Mapping[TokenAt, Sequence[str]], number: int) -> Counting | None:
-    """Finds a counter for `number` rounds that gives all of these numbers, or returns None."""
+def counting(
+    columns: Mapping[TokenAt, Sequence[str]], number: int, first: int | None = None
+) -> Counting | None:
+    """Finds a counter for `number` rounds that gives all of these numbers, or returns None.
+
+    It begins with `first`, the author's first number, if any of these numbers does.
+    """
     if not columns:
         return Counting(tuple(map(str, range(number))), {})
     if all(text.isdigit() for column in columns.values() for text in column):
-        found = _steps({place: [int(text) for text in column] for place, column in columns.items()})
+        found = _steps({place: [int(text) for text in column] for place, column in columns.items()}, first)
         if found is not None:
             return found
     values, *others = {tuple(column) for column in columns.values()}
@@ -55,12 +60,12 @@ def counting(columns: Mapping[TokenAt, Sequence[str]], number: int) -> Counting 
     return Counting(values, {place: Token("count", "", 1) for place in columns}, is_range=False)
 
 
-def _steps(columns: Mapping[TokenAt, Sequence[int]]) -> Counting | None:
+def _steps(columns: Mapping[TokenAt, Sequence[int]], first: int | None) -> Counting | None:
     """Expresses sequences of a constant step as multiples of the one with the smallest, plus an offset."""
     steps = {place: column[1] - column[0] for place, column in columns.items()}
     if any(b - a != steps[p] for p, c in columns.items() for a, b in itertools.pairwise(c)):
         return None
-    least = min(columns, key=lambda place: (abs(steps[place]), columns[place][0]))
+    least = min(columns, key=lambda place: (abs(steps[place]), columns[place][0] != first, columns[place][0]))
     if any(step % steps[least] for step in steps.values()):
         return None
     tokens = {}

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pd2bw_fx.passes.codegen.attributes import Attributes, Container
 from pd2bw_fx.passes.codegen.layout import REFERENCE, Loop, common, free
 from pd2bw_fx.passes.codegen.literals import STRING, is_number, is_plain_name
 from pd2bw_fx.passes.codegen.written import Statement
+
+from .author_loops import names_of_members
 
 _LONGEST_BODY = 6
 _DEEPEST = 3  # nested containers in which loops are looked for
@@ -66,7 +68,8 @@ def _loop_at(
     if count < 2 or not (whole or are_lists or _are_numbers(keys, span)):
         return None
     counter = None if whole or are_lists else free("i", words)
-    names = _loop_names(members, counter, words, attributes)
+    authors = names_of_members(statements[0].round.loop)
+    names = _loop_names(members, counter, words, attributes, authors)
     assert bodies[0] is not None
     body = tuple(
         replace(common([chunk[place] for chunk in chunks[:count]]), text=_named(text, names))
@@ -179,9 +182,16 @@ def _first_input(first: Sequence[str], other: Sequence[str]) -> str | None:
 
 
 def _loop_names(
-    members: dict[str, _Member], counter: str | None, words: set[str], attributes: Attributes
+    members: dict[str, _Member],
+    counter: str | None,
+    words: set[str],
+    attributes: Attributes,
+    authors: Mapping[str, str],
 ) -> dict[str, str]:
-    """Returns what the body calls the member of each container; part of a dict is indexed by number."""
+    """Returns what the body calls the member of each container; part of a dict is indexed by number.
+
+    `authors` has the author's names for members of several containers.
+    """
     names: dict[str, str] = {}
     for holder, member in members.items():
         if counter is not None:
@@ -189,6 +199,10 @@ def _loop_names(
             names[holder] = f"{attributes.refer(holder)}[{key}]"
             continue
         taken = words | set(names.values())
+        own = authors.get(holder.rpartition(".")[2])
+        if own is not None and own not in taken:
+            names[holder] = own
+            continue
         names[holder] = name_of_member(holder, taken, is_alone=len(members) == 1)
     return names
 

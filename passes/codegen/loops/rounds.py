@@ -72,7 +72,11 @@ class Rounds:
         if not self.may_end(number, self.start + number * self.length):
             return None
         self.number = number
-        counted = counting(self._columns(), number)
+        columns = self._columns()
+        counters = (
+            e.counter for line, _ in columns if isinstance(e := self.body[self.start + line], Statement)
+        )
+        counted = counting(columns, number, next((counter.first for counter in counters), None))
         links = None if counted is None else self._link_rounds()
         listed = None if links is None else self._collect_lists()
         if links is None or listed is None:
