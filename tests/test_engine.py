@@ -19,6 +19,7 @@ import pd2bw_fx
 from pd2bw_fx.models import build
 from pd2bw_fx.runtime.loss import Loss, Means
 from pd2bw_fx.runtime.same_batches import UNKNOWN, sampled_digests
+from tests.programs.equals_reference import save_pipelines
 from tests.torchrun import torchrun_of_forks
 
 
@@ -29,7 +30,11 @@ from tests.torchrun import torchrun_of_forks
 def test_losses_and_weights_equal_those_of_the_update_rule_in_one_process(
     num_stages: int, num_runs: int, links: list[str], tmp_path: Path
 ) -> None:
-    finished = torchrun_of_forks(num_stages, *links, "equals_reference.py", tmp_path / "result.json")
+    save_pipelines(num_stages, tmp_path)
+
+    finished = torchrun_of_forks(
+        num_stages, *links, "equals_reference.py", tmp_path / "result.json", tmp_path
+    )
 
     assert finished.returncode == 0, finished.stderr
     result = json.loads((tmp_path / "result.json").read_text())

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pd2bw_fx import split
 from pd2bw_fx.actions import Shape
 from pd2bw_fx.errors import WorkerError
+from tests.programs.equals_methods import save_pipelines
 from tests.torchrun import torchrun_of_forks
 
 
@@ -130,7 +131,11 @@ def test_every_method_equals_a_reference_of_its_rule_and_holds_what_its_formula_
     num_ranks: int, num_runs: int, links: list[str], tmp_path: Path
 ) -> None:
     which = ["once"] if links else []  # that optimizers compute the same, the links before have shown
-    finished = torchrun_of_forks(num_ranks, *links, "equals_methods.py", tmp_path / "result.json", *which)
+    save_pipelines(num_ranks, tmp_path, once=bool(links))
+
+    finished = torchrun_of_forks(
+        num_ranks, *links, "equals_methods.py", tmp_path / "result.json", *which, tmp_path
+    )
 
     assert finished.returncode == 0, finished.stderr
     result = json.loads((tmp_path / "result.json").read_text())

@@ -1,8 +1,9 @@
 """Run by torchrun: trains with every method and compares with a reference of the method's own rule.
 
-torchrun --nproc-per-node N equals_methods.py RESULT.json [once]
+torchrun --nproc-per-node N equals_methods.py RESULT.json [once] [FOLDER]
 
 once    each method once with each model, for what depends on the order of messages alone
+FOLDER  of the pipelines, as `save_pipelines` has left them; without it rank 0 splits the models
 """
 
 import copy
@@ -46,6 +47,10 @@ class Run:
     options: dict[str, Any] = field(default_factory=dict)
     chunks: int = 1
     replicas: tuple[int, ...] | None = None
+
+
+def wanted(n: int, *, once: bool) -> list[Run]:
+    return once_each(runs(n)) if once else list(runs(n))
 
 
 def runs(n: int) -> Iterator[Run]:
@@ -120,15 +125,62 @@ def traced(model: nn.Module) -> pd2bw_fx.Pipeline:
     return pd2bw_fx.split(model, cluster=1, costs="analytic", check=False)
 
 
+@dataclass(frozen=True)
+class Cut:
+    """What a pipeline depends on: the same for many runs."""
+
+    model: str
+    tied: bool
+    stages: int
+    chunks: int
+    method: str
+    m: int | None
+
+    @property
+    def folder(self) -> str:
+        return "-".join(map(str, (self.model, self.tied, self.stages, self.chunks, self.method, self.m)))
+
+    def split(self) -> pd2bw_fx.Pipeline:
+        if self.model == "readers":
+            return readers_in_stages(FAR, check=False)[1]
+        if self.model == "shared rows":
+            return shared_rows_in_stages()
+        pipe = pd2bw_fx.split(
+            traced(model_for(self.model, tied=self.tied)),
+            cluster=self.stages,
+            costs="analytic",
+            check=False,
+            num_stages=self.stages,
+            method=self.method,
+            microbatches_per_update=self.m,
+        )
+        if self.chunks > 1:
+            ranks = self.stages // self.chunks
+            placed = tuple(replace(stage, device=stage.stage % ranks) for stage in pipe.plan.stages)
+            pipe.plan = replace(pipe.plan, stages=placed)
+        return pipe
+
+
+def cut_of(run: Run) -> Cut:
+    if run.method in ("zb-auto", "bapipe"):  # plans that are found with their schedules
+        return Cut(run.model, is_tied(run), run.stages, 1, run.method, run.m)
+    return Cut(run.model, is_tied(run), run.stages, run.chunks, "2bw", None)
+
+
+def is_tied(run: Run) -> bool:
+    """A tied weight has one version in one process, and several in stages."""
+    return run.method not in ("pipedream", "pb", "pipemare")
+
+
+def save_pipelines(num_ranks: int, folder: Path, *, once: bool) -> None:
+    """Traces each model once in this process, whatever the number of ranks."""
+    for cut in {cut_of(run) for run in wanted(num_ranks, once=once)}:
+        cut.split().save(folder / cut.folder)
+
+
 @functools.cache
-def pipeline_for(model: nn.Module, stages: int, chunks: int, method: str, m: int | None) -> pd2bw_fx.Pipeline:
-    wanted = {"num_stages": stages, "method": method, "microbatches_per_update": m}
-    pipe = pd2bw_fx.split(traced(model), cluster=stages, costs="analytic", check=False, **wanted)  # type: ignore[arg-type]
-    if chunks > 1:
-        ranks = stages // chunks
-        placed = tuple(replace(stage, device=stage.stage % ranks) for stage in pipe.plan.stages)
-        pipe.plan = replace(pipe.plan, stages=placed)
-    return pipe
+def pipeline_for(cut: Cut, folder: Path | None) -> pd2bw_fx.Pipeline:
+    return cut.split() if folder is None else pd2bw_fx.load(folder / cut.folder)
 
 
 def expected(run: Run, pipe: pd2bw_fx.Pipeline, model: nn.Module, batches: Any) -> tuple[Any, Any]:
@@ -163,19 +215,12 @@ def main() -> None:
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
+    result, *more = sys.argv[1:]
+    folder = next((Path(word) for word in more if word != "once"), None)
     results = {}
-    for run in once_each(runs(num_ranks)) if "once" in sys.argv else runs(num_ranks):
-        # A tied weight has one version in one process, and several in stages.
-        model = model_for(run.model, tied=run.method not in ("pipedream", "pb", "pipemare"))
-        pipe = None
-        if rank == 0 and run.method in ("zb-auto", "bapipe"):  # plans that are found with their schedules
-            pipe = pipeline_for(model, run.stages, 1, run.method, run.m)
-        elif rank == 0 and run.model == "readers":
-            pipe = readers_in_stages(FAR, check=False)[1]
-        elif rank == 0 and run.model == "shared rows":
-            pipe = shared_rows_in_stages()
-        elif rank == 0:
-            pipe = pipeline_for(model, run.stages, run.chunks, "2bw", None)
+    for run in wanted(num_ranks, once="once" in more):
+        model = model_for(run.model, tied=is_tied(run))
+        pipe = pipeline_for(cut_of(run), folder) if rank == 0 else None
         gc.freeze()  # what there is by now need not be looked through after the run
         drawn = model.example_inputs(batch_size=UPDATES * 2 * run.m)  # type: ignore[operator]
         batches = list(zip(*(tensor.split(2 * run.m) for tensor in drawn), strict=True))
@@ -206,7 +251,7 @@ def main() -> None:
                 "is_freed": held() is None,
             }
     if rank == 0:
-        Path(sys.argv[1]).write_text(json.dumps(results, indent=1))
+        Path(result).write_text(json.dumps(results, indent=1))
     torch.distributed.destroy_process_group()
 
 

@@ -1,8 +1,9 @@
 """Run by torchrun: trains models through engines and compares with the single-process reference of the rule.
 
-    torchrun --nproc-per-node N equals_reference.py RESULT.json
+    torchrun --nproc-per-node N equals_reference.py RESULT.json [FOLDER]
 
-Only rank 0 splits the models: the other ranks get their stages from it.
+Only rank 0 has the pipelines: the other ranks get their stages from it. It splits the models, or loads what
+`save_pipelines` has left in the folder.
 """
 
 import functools
@@ -36,11 +37,11 @@ AGAINST_THE_DELAY = {
 }
 UPDATES = 5
 
-# No more layers than eight stages need to have weights each.
+# As small as they may be where each of eight stages has weights.
 MODELS = {
     "mlp": lambda: MLP.from_config(MLPConfig()),
     "gpt": lambda: GPT.from_config(GPTConfig(num_layers=3, width=32, num_heads=2, sequence_length=16)),
-    "resnet": lambda: ResNet.from_config(ResNetConfig(blocks=(1, 1, 1))),
+    "resnet": lambda: ResNet.from_config(ResNetConfig(blocks=(2, 1, 1))),
 }
 
 
@@ -92,18 +93,34 @@ def runs(num_stages: int) -> Iterator[tuple[str, str, str, int, dict[str, Any], 
     yield "mlp", "adamw", "2bw", num_stages, CLIPPED, 0.0
 
 
+@functools.cache
+def traced(name: str) -> pd2bw_fx.Pipeline:
+    return pd2bw_fx.split(model_of(name), cluster=1, costs="analytic", check=False)
+
+
+def split_of(name: str, num_stages: int) -> pd2bw_fx.Pipeline:
+    return pd2bw_fx.split(traced(name), cluster=num_stages, costs="analytic", check=False)
+
+
+def save_pipelines(num_stages: int, folder: Path) -> None:
+    """Traces each model once in this process, whatever the number of stages."""
+    for name in MODELS:
+        split_of(name, num_stages).save(folder / name)
+
+
 def main() -> None:
     rank, num_stages = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     results = {}
+    folder = Path(sys.argv[2]) if len(sys.argv) > 2 else None
     pipes: dict[str, Any] = {}
     for name, optimizer, method, m, options, slack in runs(num_stages):
         model = model_of(name)
         if name not in pipes:
             pipes[name] = None
             if rank == 0:
-                pipes[name] = pd2bw_fx.split(model, cluster=num_stages, costs="analytic", check=False)
+                pipes[name] = split_of(name, num_stages) if folder is None else pd2bw_fx.load(folder / name)
         batches = batches_of(model, 2 * m)
         engine = pd2bw_fx.Engine.from_pipeline(
             pipes[name],

@@ -1,10 +1,10 @@
 """Run by torchrun: a sweep goes on after an engine that failed on rank 1, while rank 0 waits in it."""
 
 import torch
-from engine_errors import Exploding
 
 import pd2bw_fx
 from pd2bw_fx.models import build
+from tests.programs.engine_errors import Exploding
 
 
 def main() -> None:
