@@ -129,8 +129,8 @@ MISTAKES = {
 }
 
 
-def test_a_mistake_is_the_same_error_on_every_rank(tmp_path: Path) -> None:
-    finished = torchrun_of_forks(2, "engine_errors.py", tmp_path, *MISTAKES)
+def test_a_mistake_is_the_same_error_on_every_rank(mlp_folder: Path, tmp_path: Path) -> None:
+    finished = torchrun_of_forks(2, "engine_errors.py", mlp_folder, tmp_path, *MISTAKES)
 
     assert finished.returncode != 0
     for mistake, expected in MISTAKES.items():
@@ -142,10 +142,10 @@ def test_a_mistake_is_the_same_error_on_every_rank(tmp_path: Path) -> None:
     assert MISTAKES["count"] in cause  # the last one
 
 
-def test_a_rank_that_raises_ends_the_others_with_its_reason(tmp_path: Path) -> None:
+def test_a_rank_that_raises_ends_the_others_with_its_reason(mlp_folder: Path, tmp_path: Path) -> None:
     began = time.monotonic()
 
-    finished = torchrun_of_forks(2, "engine_errors.py", tmp_path, "step")
+    finished = torchrun_of_forks(2, "engine_errors.py", mlp_folder, tmp_path, "step")
 
     assert finished.returncode != 0
     assert time.monotonic() - began < 60
@@ -163,9 +163,9 @@ def test_a_rank_that_raises_ends_the_others_with_its_reason(tmp_path: Path) -> N
     ],
 )
 def test_ranks_that_are_given_different_batches_later_are_told(
-    mistake: str, where: str, tmp_path: Path
+    mistake: str, where: str, mlp_folder: Path, tmp_path: Path
 ) -> None:
-    finished = torchrun_of_forks(2, "engine_errors.py", tmp_path, mistake)
+    finished = torchrun_of_forks(2, "engine_errors.py", mlp_folder, tmp_path, mistake)
 
     told = (tmp_path / f"{mistake}.0").read_text()
     assert told.startswith("InputError: rank 0 (stage 0) and rank 1 (stage 1) were given different batches")
@@ -235,8 +235,17 @@ def test_a_loss_that_waits_for_the_ranks_own_backwards_is_refused_until_they_are
             )
 
 
-def test_the_example_script_trains_under_torchrun() -> None:
-    finished = torchrun_of_forks(2, "../../examples/train_gpt.py", "--updates", "21")
+def test_the_example_script_trains_under_torchrun(tmp_path: Path) -> None:
+    """With two layers, and batches of a quarter of its tokens."""
+    script = (Path(__file__).parents[1] / "examples" / "train_gpt.py").read_text()
+    smaller = {"width=128": "width=128, num_layers=2", "sequence_length=64": "sequence_length=32"}
+    smaller |= {"batch_size=32": "batch_size=16", "batch_size=8": "batch_size=4"}
+    for shown, run in smaller.items():
+        assert shown in script
+        script = script.replace(shown, run)
+    (tmp_path / "train_gpt.py").write_text(script)
+
+    finished = torchrun_of_forks(2, tmp_path / "train_gpt.py", "--updates", "21")
 
     assert finished.returncode == 0, finished.stderr
     losses = [float(line.split()[-1]) for line in finished.stdout.splitlines() if "update" in line]
@@ -246,8 +255,8 @@ def test_the_example_script_trains_under_torchrun() -> None:
     assert len(evaluated) == 1
 
 
-def test_a_rank_that_goes_on_after_its_failure_is_not_waited_for_in_vain() -> None:
-    finished = torchrun_of_forks(2, "sweeps.py")
+def test_a_rank_that_goes_on_after_its_failure_is_not_waited_for_in_vain(mlp_folder: Path) -> None:
+    finished = torchrun_of_forks(2, "sweeps.py", mlp_folder)
 
     assert finished.returncode == 1
     assert "left out: the third step went wrong" in finished.stdout

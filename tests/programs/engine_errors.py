@@ -1,4 +1,7 @@
-"""Run by torchrun with names of mistakes: what each rank raises at each goes to FOLDER/MISTAKE.RANK.
+"""Run by torchrun with a saved pipeline of `mlp` and names of mistakes: what each rank raises at each goes to
+FOLDER/MISTAKE.RANK.
+
+    torchrun --nproc-per-node 2 engine_errors.py PIPELINE FOLDER MISTAKE ..
 
 The last one ends the run, as it would a user's.
 """
@@ -28,10 +31,10 @@ class Exploding(torch.optim.SGD):
         super().step(closure)
 
 
-def make(mistake: str) -> None:
-    torch.manual_seed(0)
-    model = build("mlp")
-    pipe = pd2bw_fx.split(model, cluster=3 if mistake == "size" else 2, costs="analytic", check=False)
+def make(mistake: str, saved: str, folder: Path) -> None:
+    model, pipe = build("mlp"), pd2bw_fx.load(saved)
+    if mistake == "size":
+        pipe = pd2bw_fx.split(model, cluster=3, costs="analytic", check=False)
     batch = model.example_inputs(batch_size=4)  # type: ignore[operator]
     if mistake == "batches":
         batch = tuple(tensor.roll(int(os.environ["RANK"]), dims=0) for tensor in batch)
@@ -53,10 +56,10 @@ def make(mistake: str) -> None:
     if mistake == "disk":
         try:
             with full_disk_on(rank=1):
-                engine.save_checkpoint(Path(sys.argv[1]) / "checkpoints")
+                engine.save_checkpoint(folder / "checkpoints")
         except pd2bw_fx.InputError:
             engine.step(batch)
-            engine.save_checkpoint(Path(sys.argv[1]) / "checkpoints")
+            engine.save_checkpoint(folder / "checkpoints")
             raise
 
 
@@ -72,10 +75,10 @@ def full_disk_on(*, rank: int) -> Iterator[None]:
 
 
 def main() -> None:
-    folder, *mistakes = sys.argv[1:]
+    saved, folder, *mistakes = sys.argv[1:]
     for mistake in mistakes:
         try:
-            make(mistake)
+            make(mistake, saved, Path(folder))
         except Exception as error:
             told = f"{type(error).__name__}: {error}"
             (Path(folder) / f"{mistake}.{os.environ['RANK']}").write_text(told)

@@ -1,4 +1,11 @@
-"""Run by torchrun: a sweep goes on after an engine that failed on rank 1, while rank 0 waits in it."""
+"""Run by torchrun: a sweep goes on after an engine that failed on rank 1, while rank 0 waits in it.
+
+    torchrun --nproc-per-node 2 sweeps.py PIPELINE
+
+PIPELINE is a saved one of `mlp`.
+"""
+
+import sys
 
 import torch
 
@@ -8,10 +15,8 @@ from tests.programs.engine_errors import Exploding
 
 
 def main() -> None:
-    torch.manual_seed(0)
-    model = build("mlp")
-    pipe = pd2bw_fx.split(model, cluster=2, costs="analytic", check=False)
-    batch = model.example_inputs(batch_size=4)  # type: ignore[operator]
+    pipe = pd2bw_fx.load(sys.argv[1])
+    batch = build("mlp").example_inputs(batch_size=4)  # type: ignore[operator]
     for kind in (Exploding, torch.optim.SGD):
         try:
             with pipe.engine(
