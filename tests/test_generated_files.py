@@ -43,9 +43,10 @@ class TestFiles:
     def test_the_same_bytes_come_out_whatever_the_hash_seed(self) -> None:
         script = (
             "import torch, pd2bw_fx\n"
-            "from pd2bw_fx.models import build\n"
+            "from pd2bw_fx.models.moe import MoE, MoEConfig\n"
             "torch.manual_seed(0)\n"
-            "pipe = pd2bw_fx.split(build('moe'), cluster=2, costs='analytic', check=False)\n"
+            "model = MoE.from_config(MoEConfig(num_layers=2))\n"
+            "pipe = pd2bw_fx.split(model, cluster=2, costs='analytic', check=False)\n"
             "print(''.join(program.source for program in pipe.programs))\n"
         )
         environment = {**os.environ, "PYTHONHASHSEED": "4242", "PYTHONPATH": str(ROOT)}
