@@ -13,6 +13,7 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from unittest import mock
 
 # What the programs import before their first engine trains.
 IMPORTED = [
@@ -21,7 +22,9 @@ IMPORTED = [
     "pulp",
     "pd2bw_fx.passes.split",
     "pd2bw_fx.runtime.engine",
+    "tests.exported_once",
 ]
+_ROOT = str(Path(__file__).parents[1])
 _CONTEXT = multiprocessing.get_context("forkserver")
 
 
@@ -43,7 +46,11 @@ class Fork:
         self._process = _CONTEXT.Process(
             target=_run, args=(self.words, main or _run_file, dict(environment), folder, self._files)
         )
-        self._process.start()
+        # The process that is forked may start now, and looks for its imports there.
+        with mock.patch.dict(
+            os.environ, PYTHONPATH=os.pathsep.join([_ROOT, os.environ.get("PYTHONPATH", "")])
+        ):
+            self._process.start()
 
     @property
     def pid(self) -> int:
