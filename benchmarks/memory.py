@@ -4,6 +4,7 @@ recomputation.
     python benchmarks/memory.py [--processes 2] [--methods 2bw gpipe]
         [--vocabulary 512] [--sequence 128] [--width 256] [-o memory.json]
     python benchmarks/memory.py --device cuda --sequence 512 --width 1024   # ranks may share a GPU
+    python benchmarks/memory.py --average   # with a moving average of the weights: one copy more
 
 Each rank records all that torch's allocator gives out, from the making of the engine on, over three updates;
 on a GPU cuBLAS's workspaces are there before.
@@ -50,6 +51,7 @@ def main() -> int:
     parser.add_argument("--sequence", type=int, default=CONFIG.sequence_length)
     parser.add_argument("--width", type=int, default=CONFIG.width)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--average", action="store_true", help="keep a moving average of the weights")
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
     if "RANK" in os.environ:
@@ -73,13 +75,17 @@ def work(options: argparse.Namespace) -> None:
         m = METHODS[method]
         m = m if m == 1 else m * dist.get_world_size() // 2
         for recompute in (False, True):
-            rows += compared(model, method, m, recompute, torch.device(options.device))
+            kept = {"weight_average": 0.999} if options.average else {}
+            rows += compared(model, method, m, recompute, torch.device(options.device), kept)
     if dist.get_rank() == 0:
         options.output.write_text(json.dumps(rows, indent=1))
     dist.destroy_process_group()
 
 
-def compared(model: GPT, method: str, m: int, recompute: bool, device: torch.device) -> list[dict[str, Any]]:
+def compared(
+    model: GPT, method: str, m: int, recompute: bool, device: torch.device, kept: dict[str, float]
+) -> list[dict[str, Any]]:
+    """Returns what was planned and measured of each stage. `kept` are options of the engine."""
     pipe = None
     if dist.get_rank() == 0:
         pipe = pd2bw_fx.split(
@@ -89,13 +95,14 @@ def compared(model: GPT, method: str, m: int, recompute: bool, device: torch.dev
             method=method,
             microbatches_per_update=m,
             recompute=recompute,
+            memory_model=pd2bw_fx.MemoryModel(optimizer_copies=2 + len(kept)),
             check=False,
         )
     batch = model.example_inputs(batch_size=MICROBATCH * m)
     engines = []
 
     def train() -> None:
-        engine = pd2bw_fx.Engine.from_pipeline(pipe, optimizer=OPTIMIZER, slack=0.0, device=device)
+        engine = pd2bw_fx.Engine.from_pipeline(pipe, optimizer=OPTIMIZER, slack=0.0, device=device, **kept)
         engines.append(engine)
         for _ in range(UPDATES * (1 if m > 1 else 8)):
             engine.step(batch)

@@ -140,9 +140,10 @@ class MemoryModel:
     """The copies of each trainable parameter that a method and an optimizer keep on a stage's device.
 
     `weight_versions` None is as many as the method keeps at each stage (`Kept`). `optimizer_copies` is 0 for
-    SGD, 1 with momentum, 2 for Adam. The gradient is one copy. While torch's optimizers step a parameter,
-    their temporaries are as large as what they keep for it: for Adam, the root of the second moment and a
-    quotient. (On CUDA they step all parameters at once by default, which takes another copy.)
+    SGD, 1 with momentum, 2 for Adam, and one more for an engine with `weight_average`. The gradient is one
+    copy. While torch's optimizers step a parameter, their temporaries are as large as what they keep for it:
+    for Adam, the root of the second moment and a quotient. (On CUDA they step all parameters at once by
+    default, which takes another copy.)
     """
 
     weight_versions: int | None = None

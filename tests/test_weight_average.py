@@ -135,3 +135,22 @@ def test_without_the_option_there_is_no_average() -> None:
     result = pipe.train_local([torch.randn(4, 6)], optimizer=adamw, microbatches_per_update=2)
 
     assert result.averaged is None
+
+
+def test_one_more_optimizer_copy_in_a_plan_is_the_memory_of_the_average() -> None:
+    x = torch.randn(4, 6)
+    models = (pd2bw_fx.MemoryModel(), pd2bw_fx.MemoryModel(optimizer_copies=3))
+    without, pipe = (
+        pd2bw_fx.split(Normed(), x, cluster=2, method="1f1b", costs="analytic", memory_model=model)
+        for model in models
+    )
+
+    result = pipe.train_local([torch.randn(8, 6)], optimizer=adamw, weight_average=DECAY)
+
+    trained = {"norm.weight", "norm.bias", "last.weight", "last.bias"}
+    average_bytes = sum(result.averaged[name].nbytes for name in trained)
+    assert optimizer_bytes(pipe) - optimizer_bytes(without) == average_bytes
+
+
+def optimizer_bytes(pipe: pd2bw_fx.Pipeline) -> int:
+    return sum(stage.memory.optimizer_bytes for stage in pipe.plan.stages)
