@@ -63,10 +63,12 @@ def proposed_s(instance: Instance, *, joined: bool = True, max_sets: int = 40_00
     """The fastest that milder rules propose, and what they refute, where the target is halved in between."""
     rules = rules_of(instance, joined=joined, max_sets=max_sets)
     assert rules is not None
-    low_s, high_s, best_s = 0.0, 100.0, np.inf
+    low_s, high_s, best_s, known_s = 0.0, 100.0, np.inf, 0.0
     while high_s - low_s > 1e-3:
         target_s = (low_s + high_s) / 2
-        status, _, stage_of = rules(target_s, Deadline(30.0))
+        status, _, stage_of, bound_s = rules(target_s, Deadline(30.0))
+        assert bound_s <= target_s
+        known_s = max(known_s, bound_s)
         if stage_of is not None:
             assert sorted(set(stage_of.tolist())) == list(range(instance.num_stages))
             best_s = min(best_s, loads_of(instance, stage_of).bottleneck_s)
@@ -76,6 +78,7 @@ def proposed_s(instance: Instance, *, joined: bool = True, max_sets: int = 40_00
             low_s = target_s
         else:
             high_s = target_s
+    assert known_s <= high_s * (1 + 1e-9)
     return best_s, low_s
 
 

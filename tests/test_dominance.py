@@ -79,7 +79,7 @@ def test_joined_groups_never_exclude_a_placement_with_cpus(seed: int, num_cpus: 
     orders = list(placement._device_orders(workload.num_accelerators, num_cpus))
     relaxed = placement._choices(workload, joined.groups, orders, joined.asked)
 
-    status, _, _ = placement._Enumeration(relaxed, orders)(objective * (1 + 1e-9), Deadline(60.0))
+    status, *_ = placement._Enumeration(relaxed, orders)(objective * (1 + 1e-9), Deadline(60.0))
 
     assert status is Status.FEASIBLE
 

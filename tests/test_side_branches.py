@@ -77,7 +77,7 @@ def test_what_is_left_out_never_excludes_what_there_is(seed: int, num_cpus: int)
     orders = list(placement._device_orders(workload.num_accelerators, num_cpus))
     relaxed = placement._choices(workload, found.groups, orders, found.asked)
 
-    status, _, _ = placement._Enumeration(relaxed, orders)(expected.objective * (1 + 1e-9), Deadline(60.0))
+    status, *_ = placement._Enumeration(relaxed, orders)(expected.objective * (1 + 1e-9), Deadline(60.0))
 
     assert status is Status.FEASIBLE
 

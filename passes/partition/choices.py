@@ -40,12 +40,13 @@ class Answer(NamedTuple):
     """What is known about a target: an assignment within it, on one of the choices, or that there is none.
 
     With the status UNKNOWN, `stage_of` may be an assignment over the target, which can still be the best so
-    far.
+    far. Whatever the status, no assignment of any choice is faster than `bound_s`.
     """
 
     status: Status
     choice: int = -1
     stage_of: Integers | None = None
+    bound_s: float = 0.0
 
 
 class Deadline:

@@ -267,7 +267,7 @@ class _RelaxedEnumeration:
         return self._relaxed.is_short()
 
     def __call__(self, target_s: float, deadline: Deadline) -> Answer:
-        status, choice, found = self._relaxed(target_s, deadline)
+        status, choice, found, _ = self._relaxed(target_s, deadline)
         if found is None:
             return Answer(status, choice)
         instance = self._choices[choice]

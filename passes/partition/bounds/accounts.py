@@ -45,9 +45,15 @@ class TimeInAll:
 
     def __init__(self, sets: DownSets, target_s: float) -> None:
         table = sets.tables[0]
-        self.first = sets.kinds[0].count * target_s - float(table.work_s[-1])
+        self._most, self._target_s = sets.kinds[0].count, target_s
+        self.first = self._most * target_s - float(table.work_s[-1])
         # A tensor that is cut at a set is received by one stage behind it or more.
         self.taken_behind = 2 * table.cut_s
+
+    def bound_s(self, found: Accounts) -> float:
+        """Returns a time that no chain beats: one within a smaller target is one within this target too, and
+        has no less to transfer than the chain that has most room here."""
+        return self._target_s * (1 - 2 * _SLACK) - found.most_left / self._most
 
     def taken(self, stages: Block) -> Floats:
         return 2 * stages.received_s
@@ -126,6 +132,11 @@ class Accounts:
                     end = stages.end[fits]
                     found._go_on(start, end, taken[row, fits], given[row, fits], least[end], behind[end])
         return found
+
+    @property
+    def most_left(self) -> float:
+        """The largest account at the end, infinitely small where there is no chain."""
+        return float(self._left[:, -1].max())
 
     def is_reached(self, at: int) -> bool:
         return bool((self._left[:, at] > -np.inf).any())

@@ -113,10 +113,12 @@ class RelaxedBound:
         return chain[0], chain[1][self._number_of]
 
     def __call__(self, target_s: float, deadline: Deadline) -> Answer:
+        bound_s = 0.0
         try:
             is_possible, found = self._without_listing(target_s, deadline)
             if is_possible and self._num_stages is None and isinstance(self._sets, DownSets):
-                is_possible, found = self._asked_of_all(self._sets, target_s, deadline)
+                bound_s, found = self._asked_of_all(self._sets, target_s, deadline)
+                is_possible = bound_s < target_s
             else:
                 stages = self._within(target_s, deadline) if is_possible else None
                 if stages is not None:
@@ -126,11 +128,11 @@ class RelaxedBound:
         if not is_possible:
             return Answer(Status.INFEASIBLE)
         if found is None:
-            return Answer(Status.UNKNOWN)
+            return Answer(Status.UNKNOWN, bound_s=bound_s)
         stage_of = found[self._number_of]
         loads = loads_of(self._instance, stage_of)
         is_real = loads.fits and loads.bottleneck_s <= target_s
-        return Answer(Status.FEASIBLE if is_real else Status.UNKNOWN, 0, stage_of)
+        return Answer(Status.FEASIBLE if is_real else Status.UNKNOWN, 0, stage_of, bound_s)
 
     def _without_listing(self, target_s: float, deadline: Deadline) -> tuple[bool, Integers | None]:
         """Returns whether a chain is within the target, and the joined nodes' stages if it has as many as are
@@ -151,18 +153,21 @@ class RelaxedBound:
 
     def _asked_of_all(
         self, sets: DownSets, target_s: float, deadline: Deadline
-    ) -> tuple[bool, Integers | None]:
-        """Returns what `_asked` does, of all down-sets of joined nodes, whose stages need not be listed."""
-        in_all = Accounts.of(sets, target_s, TimeInAll(sets, target_s), deadline)
+    ) -> tuple[float, Integers | None]:
+        """Returns a time that no assignment beats, `target_s` at most, and the joined nodes' stages as
+        `_asked` does. Of joined nodes with all their down-sets the stages need not be listed."""
+        time_in_all = TimeInAll(sets, target_s)
+        in_all = Accounts.of(sets, target_s, time_in_all, deadline)
         if in_all.roomiest_chain() is None:
-            return False, None
+            return target_s, None
+        bound_s = time_in_all.bound_s(in_all)
         num_stages = None if self._instance.may_be_empty else self._instance.num_stages
         found = in_all.roomiest_chain(num_stages)
         to_hand_on = TimeToHandOn(sets, target_s)
         if self._real_s(found) <= target_s or not to_hand_on.nets:
-            return True, found
+            return bound_s, found
         other = Accounts.of(sets, target_s, to_hand_on, deadline).roomiest_chain(num_stages)
-        return True, min(found, other, key=self._real_s)
+        return bound_s, min(found, other, key=self._real_s)
 
     def _real_s(self, found: Integers | None) -> float:
         if found is None:

@@ -302,9 +302,10 @@ class SearchState:
             if is_far and (unknown_s < np.inf or not is_least):
                 target_s = middle_s
             is_least = not is_least
-            status, choice, stage_of = ask(target_s, self.deadline)
-            if stage_of is not None:
-                self._offer(choice, stage_of)
+            answer = ask(target_s, self.deadline)
+            status = answer.status
+            self.offer(answer)
+            self.refuted_s[:] = np.maximum(self.refuted_s, answer.bound_s)
             if status is Status.INFEASIBLE:
                 self.refuted_s[:] = np.maximum(self.refuted_s, target_s)
             elif status is Status.UNKNOWN:
