@@ -94,7 +94,7 @@ class Shared(nn.Module):
 def test_one_layer_again_and_again() -> None:
     source = _source(Shared(), torch.randn(3, 8))
     assert _inside(source, "for _ in range(4):") == ["y = F.relu(self.layer(self.norm(x)))", "x = x + y"]
-    assert _inside(source, "for value in (0.5, 0.25, 0.125):") == ["x = x + self.layer(x) * value"]
+    assert _inside(source, "for value in (0.5, 0.25, 0.125):") == ["x = x + value * self.layer(x)"]
 
 
 class Kept(nn.Module):
@@ -398,3 +398,28 @@ def test_members_side_by_side_and_what_counts_have_the_authors_names_and_numbers
     assert inside == ["x = x0 * (x @ weight).unsqueeze(-1) + bias + x"]
     inside = _inside(source, "for place in range(1, 8):")
     assert inside == ["total = total * x[:, place - 1] + x[:, place].cos()"]
+
+
+class Branches(nn.Module):
+    """A sum that begins with 0 and is added to in place, as in re-parameterised layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(3))
+        self.scale = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = 0
+        for branch in self.branches:
+            total += branch(x)
+        total = self.scale * self.branches[0](total)
+        return total.square().mean()
+
+
+def test_what_is_added_to_zero_in_place_is_added_in_a_loop() -> None:
+    source = _source(Branches(), torch.randn(3, 8))
+    assert _inside(source, "for branch in self.branches:") == ["total = total + branch(x)"] or _inside(
+        source, "for block in self.branches:"
+    ) == ["total = total + block(x)"]
+    assert "        total = 0\n" in source
+    assert "total = 0.5 * self.branches[0](total)" in source

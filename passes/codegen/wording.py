@@ -32,12 +32,6 @@ def statement_of(node: fx.Node) -> ast.stmt | None:
     return _statement(node.meta.get("stack_trace") or "")
 
 
-def _place(node: fx.Node) -> tuple[str, str] | None:
-    """Returns the file and the line of the statement that an operator is from."""
-    found = _LAST_FRAME.match(node.meta.get("stack_trace") or "")
-    return None if found is None else (found[1], found[2])
-
-
 @functools.lru_cache(maxsize=4096)
 def _statement(trace: str) -> ast.stmt | None:
     found = _LAST_FRAME.match(trace)
@@ -160,12 +154,7 @@ def _first_of(sign: ast.BinOp, tensor: Any, number: complex, node: fx.Node) -> b
     left, right = _value(sign.left), _value(sign.right)
     if left is not None or right is not None:
         return None if number not in (left, right) or left == right else left == number
-    made_here = (
-        isinstance(tensor, fx.Node)
-        and tensor.op != "placeholder"
-        and _place(tensor) == _place(node)
-        and statement_of(tensor) is statement_of(node)
-    )
+    made_here = isinstance(tensor, fx.Node) and tensor.op != "placeholder" and _is_made_by(tensor, node)
     are_made = [_computes(operand) for operand in (sign.left, sign.right)]
     if made_here:
         return are_made[1] if are_made[0] != are_made[1] else None
@@ -174,6 +163,13 @@ def _first_of(sign: ast.BinOp, tensor: Any, number: complex, node: fx.Node) -> b
     names = _names_of(tensor, node)
     are_its = [isinstance(operand, ast.Name) and operand.id in names for operand in (sign.left, sign.right)]
     return are_its[1] if are_its[0] != are_its[1] else None
+
+
+def _is_made_by(tensor: fx.Node, reader: fx.Node) -> bool:
+    """Whether the statement that reads a value makes it, itself or in a function or module that it calls."""
+    frames = _FRAME.findall(tensor.meta.get("stack_trace") or "")
+    own = _FRAME.findall(reader.meta.get("stack_trace") or "")
+    return bool(own) and frames[: len(own)] == own
 
 
 def _names_of(tensor: Any, reader: fx.Node) -> set[str]:
