@@ -337,3 +337,34 @@ def test_a_list_that_members_of_another_fill_is_filled_in_all_rounds() -> None:
 
     assert "outs = [self.layers[i](parts[i]) for i in range(3)]" in source
     assert "joined = torch.cat(outs, dim=1)" in source
+
+
+class _OneBelowTheOther(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(number))
+        self.others = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        x = self.layers[1](x)
+        if len(self.layers) > 2:
+            x = self.layers[2](x)
+        x = torch.tanh(x)
+        for other in self.others:
+            x = other(x)
+        return x.square().mean()
+
+
+def test_two_lines_of_the_author_are_no_loop_but_a_loop_of_two_rounds_and_three_lines_are() -> None:
+    two, three = (
+        pd2bw_fx.split(_OneBelowTheOther(number), torch.randn(4, 8), cluster=1, costs="analytic")
+        .stages[0]
+        .source
+        for number in (2, 3)
+    )
+
+    assert "x = self.layers[0](x)" in two
+    assert "x = self.layers[1](x)" in two
+    assert "for layer in self.layers:" in three
+    assert "for other in self.others:" in two

@@ -151,11 +151,17 @@ def names_of_members(loop: str) -> Mapping[str, str]:
     file, _, number = loop.rpartition(":")
     loops = (node for node in ast.walk(parsed(file)) if isinstance(node, ast.For)) if file else ()
     found = next((node for node in loops if str(node.lineno) == number), None)
-    over, target = (None, None) if found is None else (found.iter, found.target)
-    if not isinstance(over, ast.Call) or ast.unparse(over.func) != "zip" or not isinstance(target, ast.Tuple):
+    if found is None:
         return {}
+    over, target = found.iter, found.target
+    if isinstance(over, ast.Call) and ast.unparse(over.func) == "enumerate" and isinstance(target, ast.Tuple):
+        over, target = over.args[0], target.elts[-1]
+    pairs = [(over, target)]
+    if isinstance(over, ast.Call) and ast.unparse(over.func) == "zip" and isinstance(target, ast.Tuple):
+        pairs = list(zip(over.args, target.elts, strict=False))
+    held = [(part.value if isinstance(part, ast.Subscript) else part, name) for part, name in pairs]
     return {
-        held.attr: identifier(name.id)
-        for held, name in zip(over.args, target.elts, strict=False)
-        if isinstance(held, ast.Attribute) and isinstance(name, ast.Name) and name.id != "_"
+        part.attr: identifier(name.id)
+        for part, name in held
+        if isinstance(part, ast.Attribute) and isinstance(name, ast.Name) and name.id != "_"
     }

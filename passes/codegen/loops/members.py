@@ -22,7 +22,7 @@ def rolled(statements: Sequence[Statement], attributes: Attributes) -> list[Stat
     """Writes statements that repeat for every member of a container as a loop over it.
 
     Lines that are equal except for the member's number do the same one after another as in a loop. Where the
-    author's lines differ, the last one stands for all.
+    author's lines differ, the last one stands for all, if the loop has fewer lines at all.
     """
     found: list[Statement | Loop] = []
     plain = (REFERENCE.sub("", statement.text) for statement in statements)
@@ -67,6 +67,8 @@ def _loop_at(
     whole = count == len(keys) and all(container.keeps_order for container in containers)
     if count < 2 or not (whole or are_lists or _are_numbers(keys, span)):
         return None
+    if count * length <= 1 + length and _are_of_unlike_lines(chunks[:count]):
+        return None
     counter = None if whole or are_lists else free("i", words)
     authors = names_of_members(statements[0].round.loop)
     names = _loop_names(members, counter, words, attributes, authors)
@@ -76,6 +78,11 @@ def _loop_at(
         for place, text in enumerate(bodies[0])
     )
     return Loop(_header(members, names, span, counter, attributes), body, first), count * length
+
+
+def _are_of_unlike_lines(chunks: Sequence[Sequence[Statement]]) -> bool:
+    """Whether the author has the rounds one below the other: `x = attention(x)`, `x = upsample(x)`."""
+    return any(len({s.place for s in statements}) > 1 for statements in zip(*chunks, strict=True))
 
 
 def _is_another(
@@ -190,7 +197,7 @@ def _loop_names(
 ) -> dict[str, str]:
     """Returns what the body calls the member of each container; part of a dict is indexed by number.
 
-    `authors` has the author's names for members of several containers.
+    `authors` has the author's names for members.
     """
     names: dict[str, str] = {}
     for holder, member in members.items():

@@ -12,7 +12,9 @@ from dataclasses import replace
 
 from pd2bw_fx.passes.codegen.attributes import Attributes
 from pd2bw_fx.passes.codegen.layout import Loop
+from pd2bw_fx.passes.codegen.written import Statement
 
+from .author_loops import names_of_members
 from .entries import Entry, entry_text, with_text
 from .members import name_of_member
 from .tokens import line_of
@@ -39,7 +41,9 @@ def _over_members(entry: Entry, taken: Set[str], attributes: Attributes) -> Entr
     held = attributes.container(f"{next(iter(lists))}.0") if len(lists) == 1 else None
     if held is None or not held.is_list or len(held.keys) != int(number):
         return loop
-    member, called = name_of_member(held.path, set(taken)), f"self.{held.path}[{counter}]"
+    own = names_of_members(_first_statement(loop).round.loop).get(held.path.rpartition(".")[2])
+    member = own if own is not None and own not in taken else name_of_member(held.path, set(taken))
+    called = f"self.{held.path}[{counter}]"
     body = tuple(with_text(inner, lambda line: line.replace(called, member)) for inner in loop.body)
     is_counted = counter in line_of("\n".join(map(entry_text, body))).names
     over = (
@@ -48,3 +52,8 @@ def _over_members(entry: Entry, taken: Set[str], attributes: Attributes) -> Entr
         else f"{member} in self.{held.path}"
     )
     return replace(loop, header=f"for {over}:", body=body)
+
+
+def _first_statement(loop: Loop) -> Statement:
+    first = loop.body[0]
+    return first if isinstance(first, Statement) else _first_statement(first)
