@@ -283,38 +283,6 @@ def test_states_of_a_recurrent_layer_and_of_a_cell_have_the_authors_names() -> N
     assert "h = self.cell(self.embed(x[:, t]), h)" in found
 
 
-class _Encoding(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = _Recurrent()
-
-    def forward(self, x: Tensor) -> Tensor:
-        outputs = torch.zeros_like(x)
-        encoder_outputs, hidden = self.encoder(x)
-        outputs = outputs + encoder_outputs.cumsum(1)
-        return (outputs * encoder_outputs * hidden).mean()
-
-
-class _Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.GRU(4, 4, batch_first=True)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        outputs, hidden = self.rnn(x)
-        return outputs, hidden[-1][:, None]
-
-
-def test_the_output_of_a_recurrent_layer_is_called_as_its_module_calls_it_and_elsewhere_as_callers_do() -> (
-    None
-):
-    pipe = split(_Encoding(), torch.randn(2, 6, 4), cluster=1, costs="analytic")
-    source = pipe.stages[0].source
-
-    assert "encoder_outputs, hidden = self.encoder(x)" in source
-    assert "outputs, hidden = self.rnn(x)" in source
-
-
 class _Subtracting(nn.Module):
     """Inner operations are of the outermost one's kind, and too many for one line."""
 

@@ -183,3 +183,54 @@ _REPOSITORY = {
             return x * peaks + weights
         """,
 }
+
+
+class _Encoding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = _Recurrent()
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = torch.zeros_like(x)
+        encoder_outputs, hidden = self.encoder(x)
+        outputs = outputs + encoder_outputs.cumsum(1)
+        return (outputs * encoder_outputs * hidden).mean()
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        outputs, hidden = self.rnn(x)
+        return outputs, hidden[-1][:, None]
+
+
+def test_the_output_of_a_recurrent_layer_is_called_as_its_module_calls_it_and_elsewhere_as_callers_do() -> (
+    None
+):
+    pipe = pd2bw_fx.split(_Encoding(), torch.randn(2, 6, 4), cluster=1, costs="analytic")
+    source = pipe.stages[0].source
+
+    assert "encoder_outputs, hidden = self.encoder(x)" in source
+    assert "outputs, hidden = self.rnn(x)" in source
+
+
+class _Brief(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = []
+        left = torch.tanh(self.first(x)); kept.append(left)  # fmt: skip # noqa: E702
+        x = left; right = self.second(x).sin()  # fmt: skip # noqa: E702
+        return (kept[0] * right + left).square().mean()
+
+
+def test_a_line_has_one_statement_where_the_others_hand_on_what_it_makes() -> None:
+    pipe = pd2bw_fx.split(_Brief(), torch.randn(4, 8), cluster=1, costs="analytic")
+
+    for line in ("left = torch.tanh(self.first(x))", "right = self.second(left).sin()"):
+        assert f"        {line}  # " in pipe.stages[0].source

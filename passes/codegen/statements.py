@@ -194,9 +194,9 @@ def calls_one(code: str, path: str) -> bool:
 
 @functools.cache
 def parsed_statement(code: str) -> ast.stmt | None:
-    """Returns the one statement of a line, also in a loop or a condition.
+    """Returns the one statement of a line that computes something, also in a loop or a condition.
 
-    For `for layer in layers: x = layer(x)` it is the inner one.
+    For `for layer in layers: x = layer(x)` it is the inner one, and for `h = f(x); outs.append(h)` the first.
     """
     try:
         body = ast.parse(code).body
@@ -204,4 +204,15 @@ def parsed_statement(code: str) -> ast.stmt | None:
             body = body[0].body
     except (SyntaxError, ValueError):
         return None
-    return body[0] if len(body) == 1 else None
+    found = body if len(body) == 1 else [each for each in body if not _only_hands_on(each)]
+    return found[0] if len(found) == 1 else None
+
+
+def _only_hands_on(statement: ast.stmt) -> bool:
+    """Whether a statement gives a value another name or puts it into a list: `y = x`, `outs.append(x)`."""
+    if isinstance(statement, ast.Assign):
+        return isinstance(statement.value, ast.Name | ast.Constant)
+    called = statement.value if isinstance(statement, ast.Expr) else None
+    if not isinstance(called, ast.Call) or not isinstance(called.func, ast.Attribute):
+        return False
+    return called.func.attr == "append" and all(isinstance(value, ast.Name) for value in called.args)

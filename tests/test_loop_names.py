@@ -1,0 +1,78 @@
+"""Loops have the author's names and numbers, over members and over numbers, and begin where theirs do."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from pd2bw_fx import split
+
+
+def _source(model: nn.Module, *batch: Tensor, num_stages: int = 1) -> str:
+    pipe = split(model, batch, cluster=2, num_stages=num_stages, costs="analytic", check="full")
+    return "\n".join(stage.source for stage in pipe.stages)
+
+
+def _inside(source: str, header: str) -> list[str]:
+    """The lines of a loop, without their comments."""
+    lines = [line.partition("  # ")[0] for line in source.splitlines()]
+    start = next(at for at, line in enumerate(lines) if line.strip() == header)
+    indent = len(lines[start]) - len(lines[start].lstrip())
+    body = []
+    for line in lines[start + 1 :]:
+        if not line.startswith(" " * (indent + 1)):
+            break
+        body.append(line[indent + 4 :])
+    return body
+
+
+class Crossing(nn.Module):
+    """Two lists side by side, and steps that the author counts from 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.ParameterList(nn.Parameter(torch.randn(8)) for _ in range(3))
+        self.b = nn.ParameterList(nn.Parameter(torch.randn(8)) for _ in range(3))
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x0: Tensor) -> Tensor:
+        x = x0
+        for weight, bias in zip(self.w, self.b, strict=True):
+            x = x0 * (x @ weight).unsqueeze(-1) + bias + x
+        total = x[:, 0].sin()
+        for place in range(1, x.shape[1]):
+            total = total * x[:, place - 1] + x[:, place].cos()
+        return (self.layer(x).mean(1) + total).square().mean()
+
+
+def test_members_side_by_side_and_what_counts_have_the_authors_names_and_numbers() -> None:
+    source = _source(Crossing(), torch.randn(3, 8))
+    inside = _inside(source, "for weight, bias in zip(self.w, self.b, strict=True):")
+    assert inside == ["x = x0 * (x @ weight).unsqueeze(-1) + bias + x"]
+    inside = _inside(source, "for place in range(1, 8):")
+    assert inside == ["total = total * x[:, place - 1] + x[:, place].cos()"]
+
+
+class Branches(nn.Module):
+    """A sum that begins with 0 and is added to in place, as in re-parameterised layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(3))
+        self.scale = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = 0
+        for branch in self.branches:
+            total += branch(x)
+        total = self.scale * self.branches[0](total)
+        return total.square().mean()
+
+
+def test_what_is_added_to_zero_in_place_is_added_in_a_loop() -> None:
+    source = _source(Branches(), torch.randn(3, 8))
+    assert _inside(source, "for branch in self.branches:") == ["total = total + branch(x)"] or _inside(
+        source, "for block in self.branches:"
+    ) == ["total = total + block(x)"]
+    assert "        total = 0\n" in source
+    assert "total = 0.5 * self.branches[0](total)" in source
