@@ -12,6 +12,7 @@ import pytest
 import pd2bw_fx
 from pd2bw_fx.cli import main
 from pd2bw_fx.models import build
+from tests.stages import split_of_our_own
 
 SPLIT = ["--cluster", "2", "--costs", "analytic"]
 
@@ -73,7 +74,7 @@ def test_constraints_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixt
 
     stages = planned(capsys, "--cluster", "2", "--constraints", str(file), model="gpt")["stages"]
 
-    graph = pd2bw_fx.split(build("gpt"), cluster=2, costs="analytic", check=False).graph
+    graph = split_of_our_own("gpt", cluster=2).graph
     third = {name for name, operator in graph.operators.items() if "blocks.3" in operator.module_path}
     assert third <= set(stages[0]["operators"])
 

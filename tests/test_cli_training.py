@@ -21,6 +21,7 @@ from pd2bw_fx.errors import InputError, UsageError
 from pd2bw_fx.models import build
 from pd2bw_fx.rank_processes import _reason
 from pd2bw_fx.runtime.launcher import STARTED_BY
+from tests.stages import split_of_our_own
 from tests.torchrun import TIMEOUT_S, torchrun_of_forks
 
 PACKAGE = Path(pd2bw_fx.__file__).parent
@@ -134,7 +135,7 @@ def test_a_run_of_other_stages_is_told_by_its_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, page = tmp_path / "mlp", str(tmp_path / "page.html")
-    pd2bw_fx.split(build("mlp"), cluster=3, costs="analytic", check=False).save(folder)
+    split_of_our_own("mlp", cluster=3).save(folder)
     pd2bw_fx.Metrics("1f1b", 4, (1.0,), (1.0,), replicas=(2, 2)).save(folder / "metrics.json")
 
     assert main(["report", str(folder), "-o", page]) == 2

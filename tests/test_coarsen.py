@@ -29,6 +29,7 @@ from pd2bw_fx.passes.profile import profile
 from pd2bw_fx.passes.trace import trace
 from pd2bw_fx.problem import Problem
 from pd2bw_fx.program import ProgramInterpreter
+from tests.stages import split_of_our_own
 
 CLUSTER = Cluster.uniform(2, memory_bytes="8 GiB")
 
@@ -363,13 +364,13 @@ def test_a_device_of_a_cluster_file_that_states_no_rates_goes_by_its_speed(tmp_p
         '[[device]]\nname = "a"\nmemory = "1 GiB"\nflops_per_s = 60e12\nmemory_bytes_per_s = 1e12\n'
         '[[device]]\nname = "b"\nmemory = "1 GiB"\nspeed = 0.01\n'
     )
-    pipe = pd2bw_fx.split(build("mlp"), cluster=file, costs="analytic", check=False)
+    pipe = split_of_our_own("mlp", cluster=file)
     block = coarsen(pipe.graph, pipe.costs, pipe.cluster).blocks[0]
     assert block.forward_s[1] == pytest.approx(100 * block.forward_s[0])
 
 
 def test_costs_that_are_no_numbers_are_refused() -> None:
-    pipe = pd2bw_fx.split(build("mlp"), cluster=2, costs="analytic", check=False)
+    pipe = split_of_our_own("mlp", cluster=2)
     wrong: Any = "1 ms"
     operators = {name: replace(cost, forward_s=wrong) for name, cost in pipe.costs.operators.items()}
     costs = replace(pipe.costs, operators=operators)

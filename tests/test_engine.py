@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import pd2bw_fx
-from pd2bw_fx.models import build
 from pd2bw_fx.runtime.loss import Loss, Means
 from pd2bw_fx.runtime.same_batches import UNKNOWN, sampled_digests
 from tests.programs.equals_reference import save_pipelines
+from tests.stages import split_of_our_own
 from tests.torchrun import torchrun_of_forks
 
 
@@ -192,7 +192,7 @@ def test_few_entries_of_a_batch_tell_it_from_another_one() -> None:
 
 def test_without_torchrun_an_engine_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    pipe = pd2bw_fx.split(build("mlp"), cluster=2, costs="analytic", check=False)
+    pipe = split_of_our_own("mlp", cluster=2)
 
     with pytest.raises(pd2bw_fx.InputError, match=r"torchrun.*train_local"):
         pipe.engine(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import pd2bw_fx
 from pd2bw_fx.models import build
+from tests.stages import split_of_our_own
 
 
 @pytest.fixture
@@ -102,9 +103,7 @@ def test_an_edited_stage_that_does_not_run_is_named(
 
 
 def test_a_plan_that_was_edited_beside_its_stages_is_sent_to_split(tmp_path: Path) -> None:
-    pd2bw_fx.split(build("mlp"), cluster=2, num_stages=2, costs="analytic", check=False).save(
-        tmp_path / "saved"
-    )
+    split_of_our_own("mlp", cluster=2, num_stages=2).save(tmp_path / "saved")
     plan = tmp_path / "saved" / "plan.json"
     data = json.loads(plan.read_text())
     data["stages"][0]["operators"].append(data["stages"][1]["operators"].pop(0))
@@ -122,7 +121,7 @@ def test_a_plan_that_was_edited_beside_its_stages_is_sent_to_split(tmp_path: Pat
     ],
 )
 def test_plans_that_cannot_be_priced_are_refused(changes: dict[str, object], message: str) -> None:
-    pipe = pd2bw_fx.split(build("mlp"), cluster=2, num_stages=2, costs="analytic", check=False)
+    pipe = split_of_our_own("mlp", cluster=2, num_stages=2)
     with pytest.raises(pd2bw_fx.PlanMismatchError, match=message):
         pipe.check_plan(pd2bw_fx.Plan.from_json(pipe.plan.to_json() | changes))
 

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-import pd2bw_fx
 from pd2bw_fx.actions import Action, Kind
 from pd2bw_fx.costs import Costs
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.metrics import Metrics, Record, timeline_of
-from pd2bw_fx.models import build
 from pd2bw_fx.report.measured import comparison, measured_html
 from pd2bw_fx.timeline import SENDS, Timeline
+from tests.stages import split_of_our_own
 
 METRICS = Metrics("2bw", 4, (3.0, math.nan, 2.0), (9.0, 0.5, 0.4))
 
@@ -100,7 +99,7 @@ def test_records_become_a_timeline_of_one_clock() -> None:
 
 def test_a_chrome_trace_is_well_formed_simulated_and_measured(tmp_path: Path) -> None:
     """Slices of a thread nest and every asynchronous begin has its end, as Perfetto's importer requires."""
-    pipe = pd2bw_fx.split(build("mlp"), cluster=3, costs="analytic", check=False)
+    pipe = split_of_our_own("mlp", cluster=3)
     metrics = replace(METRICS, records=RECORDS)
     shown = pipe.draw("timeline", tmp_path / "simulated.json")
     assert shown._repr_html_().startswith("<svg")
@@ -163,7 +162,7 @@ def test_idle_time_is_compared_between_updates_without_filling_and_draining() ->
 
 
 def test_a_report_without_a_run_says_what_is_missing(tmp_path: Path) -> None:
-    pipe = pd2bw_fx.split(build("mlp"), cluster=2, costs="analytic", check=False)
+    pipe = split_of_our_own("mlp", cluster=2)
 
     with pytest.raises(InputError, match="no training run has told"):
         pipe.draw("measured", tmp_path / "measured.svg", metrics=METRICS)

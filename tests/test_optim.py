@@ -18,6 +18,7 @@ from pd2bw_fx.models import build
 from pd2bw_fx.optim import MuonWithAdamW, heads_to_adamw, nadamw
 from pd2bw_fx.optimizer_names import optimizer_named
 from pd2bw_fx.runtime.reference import train_reference
+from tests.stages import split_of_our_own
 
 SHAPES = {"embedding": (7, 4), "matrix": (4, 6), "bias": (6,), "filters": (3, 2, 2, 2)}
 GRADIENTS = 6
@@ -125,14 +126,14 @@ def test_muon_takes_no_closure() -> None:
 
 
 def test_embeddings_and_heads_are_left_to_adamw_by_the_graph() -> None:
-    pipe = pd2bw_fx.split(build("gpt"), cluster=1, costs="analytic", check=False)
+    pipe = split_of_our_own("gpt", cluster=1)
     kind = heads_to_adamw(pipe.graph)
 
     kinds = {name: kind(name, WHATEVER)["kind"] for name in pipe.graph.parameters}
 
     assert kinds["tokens.weight"] == kinds["positions.weight"] == "adamw"
     assert {kinds[name] for name in kinds if name.startswith("blocks.")} == {"muon"}
-    untied = pd2bw_fx.split(build("mlp"), cluster=1, costs="analytic", check=False).graph
+    untied = split_of_our_own("mlp", cluster=1).graph
     assert [n for n in untied.parameters if heads_to_adamw(untied)(n, WHATEVER)["kind"] == "adamw"] == [
         "head.weight"
     ]

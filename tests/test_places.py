@@ -8,8 +8,8 @@ import pytest
 
 import pd2bw_fx
 from pd2bw_fx.actions import RunRequest
-from pd2bw_fx.models import build
 from pd2bw_fx.runtime.job import jobs, work_for
+from tests.stages import split_of_our_own
 
 
 @pytest.mark.parametrize(
@@ -26,10 +26,9 @@ from pd2bw_fx.runtime.job import jobs, work_for
 def test_every_rank_has_a_gpu_of_its_own(
     method: str, split: dict[str, Any], replicas: int | None, expected: list[int]
 ) -> None:
-    model = build("mlp")
     gpus = pd2bw_fx.Cluster.uniform(4, kind="cuda", memory_bytes="1 GiB")
     options = {"cluster": gpus, "method": method, "microbatches_per_update": 4, **split}
-    pipe = pd2bw_fx.split(model, model.example_inputs(), costs="analytic", check=False, **options)
+    pipe = split_of_our_own("mlp", **options)
 
     made = jobs(pipe, work_for(pipe, RunRequest(method, 4, 0.0, replicas, False)))
 

@@ -21,12 +21,12 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import pd2bw_fx
 from pd2bw_fx.errors import WorkerError
-from pd2bw_fx.models import build
 from pd2bw_fx.runtime.failure import LinkDownError, share_failure
 from pd2bw_fx.runtime.launcher import tell_launcher
 from pd2bw_fx.runtime.meeting import _Arrival
 from pd2bw_fx.runtime.watch import Watch
 from tests.forks import Fork
+from tests.stages import split_of_our_own
 from tests.torchrun import PROGRAMS, TIMEOUT_S, environment, free_port, torchrun_of_forks
 
 
@@ -184,7 +184,7 @@ def saved(num_stages: int) -> str:
 @functools.cache
 def _saved(num_stages: int) -> tempfile.TemporaryDirectory[str]:
     folder = tempfile.TemporaryDirectory()
-    pipe = pd2bw_fx.split(build("mlp"), cluster=num_stages, costs="analytic", check=False)
+    pipe = split_of_our_own("mlp", cluster=num_stages)
     pipe.save(f"{folder.name}/mlp")
     return folder
 

@@ -7,9 +7,9 @@ import torch
 
 import pd2bw_fx
 from pd2bw_fx.metrics import Metrics
-from pd2bw_fx.models import build
 from pd2bw_fx.models.gpt import GPT, GPTConfig
 from pd2bw_fx.runtime.local_run import TrainResult
+from tests.stages import split_of_our_own
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_a_table_is_shown_as_it_is_printed(pipe: pd2bw_fx.Pipeline) -> None:
 @pytest.mark.parametrize("name", ["gpt", "mlp", "resnet"])
 def test_the_bottleneck_of_stages_alone_on_their_devices_is_one_of_them(name: str) -> None:
     for num_stages in (1, 2, 3):
-        pipe = pd2bw_fx.split(build(name), cluster=num_stages, costs="analytic", check=False)
+        pipe = split_of_our_own(name, cluster=num_stages)
         slowest = max(pipe.plan.stages, key=lambda stage: stage.load_s)
         assert f"bottleneck: stage {slowest.stage} on {slowest.place}" in str(pipe)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import pd2bw_fx
 from pd2bw_fx.models import MODELS, build
+from tests.stages import split_of_our_own
 
 
 class Perceptron(nn.Module):
@@ -224,7 +225,7 @@ def test_a_model_of_one_batch_size_says_so_to_other_batches() -> None:
 
 
 def test_other_schedules_are_simulated_on_the_same_plan() -> None:
-    pipe = pd2bw_fx.split(build("gpt"), cluster=4, costs="analytic", check=False)
+    pipe = split_of_our_own("gpt", cluster=4)
 
     own = pipe.simulate(num_updates=8)
     flushed = pipe.simulate(method="1f1b", num_updates=8)
