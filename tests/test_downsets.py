@@ -20,7 +20,7 @@ from pd2bw_fx.passes.partition.bounds.downsets import (
     has_few_down_sets,
 )
 from pd2bw_fx.passes.partition.bounds.relaxation import is_refuted
-from pd2bw_fx.passes.partition.choices import Choices, Deadline
+from pd2bw_fx.passes.partition.choices import Answer, Choices, Deadline
 from pd2bw_fx.passes.partition.search import search, search_state
 from pd2bw_fx.passes.partition.search.intervals import best_cut
 from pd2bw_fx.passes.solver import Status
@@ -222,9 +222,9 @@ def test_no_bound_is_looked_for_that_says_nothing() -> None:
     state.floor_s = 0.0
     asked_s: list[float] = []
 
-    def knows_nothing(target_s: float, _: Deadline) -> tuple[Status, int, None]:
+    def knows_nothing(target_s: float, _: Deadline) -> Answer:
         asked_s.append(target_s)
-        return Status.UNKNOWN, -1, None
+        return Answer(Status.UNKNOWN)
 
     state.enumerate(knows_nothing, 1e-6)
 
