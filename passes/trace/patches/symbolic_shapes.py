@@ -101,7 +101,7 @@ def _of_rows(mask: Tensor) -> Tensor | None:
 def fill_diagonals_of_any_size() -> Iterator[None]:
     """Fills the diagonal of a matrix by a mask, where torch would compare its sizes and fix them:
 
-    same.fill_diagonal_(False)    ->    same.masked_fill_(torch.eye(batch, batch, dtype=torch.bool), False)
+    same.fill_diagonal_(False)    ->    same.logical_and_(~torch.eye(batch, batch, dtype=torch.bool))
     """
     with patch.object(Tensor, "fill_diagonal_", _filled):
         yield
@@ -111,6 +111,8 @@ def _filled(matrix: Tensor, fill_value: Any, wrap: bool = False) -> Tensor:
     if matrix.dim() != 2 or wrap or all(type(size) is int for size in matrix.shape):
         return _TORCH_FILL_DIAGONAL(matrix, fill_value, wrap)
     diagonal = torch.eye(*matrix.shape, dtype=torch.bool, device=matrix.device)
+    if matrix.dtype is torch.bool:  # onnxruntime chooses between numbers alone
+        return matrix.logical_or_(diagonal) if fill_value else matrix.logical_and_(~diagonal)
     return matrix.masked_fill_(diagonal, fill_value)
 
 
