@@ -66,7 +66,10 @@ class Watch:
         for name in ("isend", "irecv", "wait", "shared_buffer"):
             setattr(Route, name, self.excluded(getattr(Route, name)))
         torch.autograd.backward = self.excluded(torch.autograd.backward)
-        torch.optim.SGD.step = self.excluded(torch.optim.SGD.step)  # type: ignore[method-assign]
+        torch.optim.SGD([nn.Parameter(torch.zeros(1))])  # torch wraps the class's step with the first one
+        step = self.excluded(torch.optim.SGD.step)
+        step.hooked = True  # type: ignore[attr-defined]
+        torch.optim.SGD.step = step  # type: ignore[method-assign]
         StageRunner.perform = self.watched(StageRunner.perform)  # type: ignore[method-assign]
         RankRunner._update = self.watched(RankRunner._update)  # type: ignore[method-assign]
         begin = WeightStore.begin_forward

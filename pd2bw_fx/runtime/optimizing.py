@@ -83,7 +83,7 @@ class RankOptimizer:
         known = self.optimizer or self._stand_in
         groups = [] if known is None else known.param_groups
         rates = (group.get("lr") for group in groups)
-        return tuple(float(rate) for rate in rates if isinstance(rate, numbers.Real | Tensor))
+        return tuple(float(rate) for rate in rates if isinstance(rate, float | numbers.Real | Tensor))
 
     def step(self) -> None:
         """Raises InputError for an optimizer that wants a closure."""
