@@ -249,6 +249,27 @@ def test_a_loop_takes_a_last_round_whose_names_have_two_values_each() -> None:
     assert source.count("out.append(") == 1
 
 
+class LooksAhead(nn.Module):
+    """Each round takes the next step; behind the last one there is none, and nobody reads what is taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.next = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, step = torch.zeros_like(x[:, 0]), x[:, 0]
+        for t in range(4):
+            h = torch.tanh(self.cell(step) + self.next(h))
+            step = x[:, min(t + 1, 3)].sin()
+        return h.square().mean()
+
+
+def test_a_last_round_takes_no_step_that_no_line_of_it_takes() -> None:
+    source = _source(LooksAhead(), torch.randn(3, 4, 8))
+    assert _inside(source, "for t in range(1, 4):")[-1] == "step = x[:, t].sin()"
+    assert source.count("torch.tanh(") == 2
+
+
 class Leaving(nn.Module):
     """The author leaves out lines of the last round."""
 

@@ -8,12 +8,13 @@ h = self.cell(x[:, 2], h)        return h
 return h
 
 The loop computes it once more, as the model does, if that can do no harm. The line must be in every round of
-the author's loop, draw no random numbers, write nothing, and its numbers must stay or count up evenly.
+the author's loop, draw no random numbers, and write nothing. Its numbers must be the same in all rounds, or
+those by which another line, which is there, takes the same part of the same value: x[:, 2] is known to exist
+in the last round, and what the author's min(t + 1, 2) is in it is not known at all.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -38,7 +39,11 @@ def last_round(whole: BodyLines, start: int, length: int, number: int) -> list[E
     lacking = [place for place, entry in enumerate(found) if entry is None]
     there = [*whole.entries[start:end], *(entry for entry in found if entry is not None)]
     named = _read_afterwards(whole, end, end + len(found) - len(lacking))
-    may_be_added = all(_may_be_added(whole, range(start + at, end, length), named) for at in lacking)
+    may_be_added = all(
+        _may_be_added(whole, range(start + place, end, length), named)
+        and _numbers(whole, start, end, place, found) is not None
+        for place in lacking
+    )
     return found if may_be_added and _are_of_one_loop(there) else None
 
 
@@ -83,20 +88,48 @@ def _may_be_added(whole: BodyLines, column: Sequence[int], read_afterwards: Coll
         # The value of another line of that name is read afterwards, so the author did not compute this one.
         if entry.named in read_afterwards or not entry.named:
             return False
-    rounds = [[t.text for t in whole.lines[at].tokens if t.kind == "number"] for at in column]
-    return all(_next_number(numbers) is not None for numbers in zip(*rounds, strict=True))
+    return True
 
 
-def _next_number(numbers: Sequence[str]) -> str | None:
-    """Returns the number of the round behind these; None where they neither stay nor count up evenly."""
-    if len(set(numbers)) == 1:
-        return numbers[0]
-    if not all(map(str.isdecimal, numbers)):
+def _numbers(
+    whole: BodyLines, start: int, end: int, place: int, found: Sequence[Entry | None]
+) -> dict[int, str] | None:
+    """Returns the numbers, by token, that a line has in the round that lacks it; None if that is unknown."""
+    length = len(found)
+    column = range(start + place, end, length)
+    numbers: dict[int, str] = {}
+    for at, token in enumerate(whole.lines[column[0]].tokens):
+        if token.kind != "number":
+            continue
+        if len({whole.lines[row].tokens[at].text for row in column}) == 1:
+            numbers[at] = token.text
+            continue
+        parts = [_part(whole, row, at) for row in column]
+        if None in parts:
+            return None
+        there = (other for other, entry in enumerate(found) if entry is not None)
+        alike = (
+            whole.lines[last].tokens[other_at].text
+            for last, other in enumerate(there, end)
+            for other_at, other_token in enumerate(whole.lines[last].tokens)
+            if other_token.kind == "number"
+            and [_part(whole, row, other_at) for row in range(start + other, end, length)] == parts
+        )
+        known = next(alike, None)
+        if known is None:
+            return None
+        numbers[at] = known
+    return numbers
+
+
+def _part(whole: BodyLines, row: int, at: int) -> tuple[int | str, str] | None:
+    """Returns the value `x` and the text `[:, 2` where the number 2 is within `x[:, 2]`."""
+    tokens = whole.lines[row].tokens
+    name = next((place for place in reversed(range(at)) if tokens[place].kind == "name"), None)
+    if name is None or name in whole.lines[row].targets:
         return None
-    counted = [int(number) for number in numbers]
-    step = counted[1] - counted[0]
-    is_even = all(after - before == step for before, after in itertools.pairwise(counted))
-    return str(counted[-1] + step) if is_even and counted[-1] + step >= 0 else None
+    within = text_of(tokens[name + 1 : at + 1])
+    return (whole.flow.values[row][name], within) if within.startswith("[") and "]" not in within else None
 
 
 def _written(whole: BodyLines, start: int, end: int, found: Sequence[Entry | None]) -> list[Entry]:
@@ -115,12 +148,13 @@ def _written(whole: BodyLines, start: int, end: int, found: Sequence[Entry | Non
             continue
         number = end - length + place
         template, line = body[number], lines[number]
+        numbers = _numbers(whole, start, end, place, found)
+        assert numbers is not None
         assert isinstance(template, Statement)
         tokens = list(line.tokens)
         for at, token in enumerate(line.tokens):
             if token.kind == "number":
-                column = [lines[r].tokens[at].text for r in range(start + place, end, length)]
-                tokens[at] = replace(token, text=_next_number(column) or token.text)
+                tokens[at] = replace(token, text=numbers[at])
             if token.kind != "name" or token.text == "_":
                 continue
             if at in line.targets:
