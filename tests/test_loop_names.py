@@ -5,25 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from pd2bw_fx import split
-
-
-def _source(model: nn.Module, *batch: Tensor, num_stages: int = 1) -> str:
-    pipe = split(model, batch, cluster=2, num_stages=num_stages, costs="analytic", check="full")
-    return "\n".join(stage.source for stage in pipe.stages)
-
-
-def _inside(source: str, header: str) -> list[str]:
-    """The lines of a loop, without their comments."""
-    lines = [line.partition("  # ")[0] for line in source.splitlines()]
-    start = next(at for at, line in enumerate(lines) if line.strip() == header)
-    indent = len(lines[start]) - len(lines[start].lstrip())
-    body = []
-    for line in lines[start + 1 :]:
-        if not line.startswith(" " * (indent + 1)):
-            break
-        body.append(line[indent + 4 :])
-    return body
+from tests.loop_lines import lines_inside, source_of
 
 
 class Crossing(nn.Module):
@@ -46,10 +28,10 @@ class Crossing(nn.Module):
 
 
 def test_members_side_by_side_and_what_counts_have_the_authors_names_and_numbers() -> None:
-    source = _source(Crossing(), torch.randn(3, 8))
-    inside = _inside(source, "for weight, bias in zip(self.w, self.b, strict=True):")
+    source = source_of(Crossing(), torch.randn(3, 8))
+    inside = lines_inside(source, "for weight, bias in zip(self.w, self.b, strict=True):")
     assert inside == ["x = x0 * (x @ weight).unsqueeze(-1) + bias + x"]
-    inside = _inside(source, "for place in range(1, 8):")
+    inside = lines_inside(source, "for place in range(1, 8):")
     assert inside == ["total = total * x[:, place - 1] + x[:, place].cos()"]
 
 
@@ -70,9 +52,7 @@ class Branches(nn.Module):
 
 
 def test_what_is_added_to_zero_in_place_is_added_in_a_loop() -> None:
-    source = _source(Branches(), torch.randn(3, 8))
-    assert _inside(source, "for branch in self.branches:") == ["total = total + branch(x)"] or _inside(
-        source, "for block in self.branches:"
-    ) == ["total = total + block(x)"]
+    source = source_of(Branches(), torch.randn(3, 8))
+    assert lines_inside(source, "for branch in self.branches:") == ["total = total + branch(x)"]
     assert "        total = 0\n" in source
     assert "total = 0.5 * self.branches[0](total)" in source

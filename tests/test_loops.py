@@ -11,25 +11,8 @@ from torch import Tensor, nn
 from pd2bw_fx import load, split
 from tests.drawn_loops import LENGTH, drawn_loops
 from tests.drawn_modules import imported
+from tests.loop_lines import lines_inside, source_of
 from tests.stages import ruff_faults
-
-
-def _source(model: nn.Module, *batch: Tensor, num_stages: int = 1) -> str:
-    pipe = split(model, batch, cluster=2, num_stages=num_stages, costs="analytic", check="full")
-    return "\n".join(stage.source for stage in pipe.stages)
-
-
-def _inside(source: str, header: str) -> list[str]:
-    """The lines of a loop, without their comments."""
-    lines = [line.partition("  # ")[0] for line in source.splitlines()]
-    start = next(at for at, line in enumerate(lines) if line.strip() == header)
-    indent = len(lines[start]) - len(lines[start].lstrip())
-    body = []
-    for line in lines[start + 1 :]:
-        if not line.startswith(" " * (indent + 1)):
-            break
-        body.append(line[indent + 4 :])
-    return body
 
 
 class Decoder(nn.Module):
@@ -55,8 +38,8 @@ class Decoder(nn.Module):
 
 
 def test_a_loop_over_time_fills_its_list() -> None:
-    source = _source(Decoder(), torch.randn(3, 5, 4), torch.randn(3, 6, 4))
-    *_, third, last = _inside(source, "for t in range(6):")
+    source = source_of(Decoder(), torch.randn(3, 5, 4), torch.randn(3, 6, 4))
+    *_, third, last = lines_inside(source, "for t in range(6):")
     assert third == "state = self.cells[1](h, state)"
     assert last == "outs.append(self.out(state))"
     assert "torch.stack(outs, dim=1)" in source
@@ -92,9 +75,9 @@ class Shared(nn.Module):
 
 
 def test_one_layer_again_and_again() -> None:
-    source = _source(Shared(), torch.randn(3, 8))
-    assert _inside(source, "for _ in range(4):") == ["y = F.relu(self.layer(self.norm(x)))", "x = x + y"]
-    assert _inside(source, "for value in (0.5, 0.25, 0.125):") == ["x = x + value * self.layer(x)"]
+    source = source_of(Shared(), torch.randn(3, 8))
+    assert lines_inside(source, "for _ in range(4):") == ["y = F.relu(self.layer(self.norm(x)))", "x = x + y"]
+    assert lines_inside(source, "for value in (0.5, 0.25, 0.125):") == ["x = x + value * self.layer(x)"]
 
 
 class Kept(nn.Module):
@@ -115,8 +98,8 @@ class Kept(nn.Module):
 
 
 def test_a_state_that_is_kept_and_carried_on() -> None:
-    source = _source(Kept(), torch.randn(3, 5, 4))
-    assert _inside(source, "for t in range(4, -1, -1):")[-1].startswith("hidden.append(")
+    source = source_of(Kept(), torch.randn(3, 5, 4))
+    assert lines_inside(source, "for t in range(4, -1, -1):")[-1].startswith("hidden.append(")
     assert "torch.stack(hidden[::-1], dim=1)" in source
     assert "+ sum(hidden).mean() +" in source
 
@@ -141,7 +124,7 @@ class Scan(nn.Module):
 
 
 def test_what_a_round_hands_on_under_another_name() -> None:
-    assert _inside(_source(Scan(), torch.randn(3, 5, 8)), "for t in range(5):") == [
+    assert lines_inside(source_of(Scan(), torch.randn(3, 5, 8)), "for t in range(5):") == [
         "key = keys[:, t]",
         "greater = torch.maximum(greatest, key)",
         "state = (greatest - greater).exp() * state + (key - greater).exp()",
@@ -182,7 +165,7 @@ class Twice(nn.Module):
 
 
 def test_a_second_loop_has_its_authors_names_where_the_first_is_done_with_them() -> None:
-    source = _source(Twice(), torch.randn(3, 6, 4))
+    source = source_of(Twice(), torch.randn(3, 6, 4))
 
     for cell in ("up", "down"):
         assert f"outs = []\n        for t in range(6):\n            h = self.{cell}(x[:, t], h)" in source
@@ -210,8 +193,8 @@ class Attending(nn.Module):
 
 
 def test_a_loop_takes_a_last_round_that_computes_what_nobody_reads() -> None:
-    source = _source(Attending(), torch.randn(3, 6, 8), torch.randn(3, 5, 8))
-    inside = _inside(source, "for t in range(6):")
+    source = source_of(Attending(), torch.randn(3, 6, 8), torch.randn(3, 5, 8))
+    inside = lines_inside(source, "for t in range(6):")
     assert inside[0].startswith("hidden, cell = self.cell(torch.cat([frames[:, t], context]")
     assert inside[-2] == "weights_sum = weights_sum + weights"
     assert source.count("self.cell(") == 1
@@ -243,8 +226,8 @@ class Exponents(nn.Module):
 
 
 def test_a_loop_takes_a_last_round_whose_names_have_two_values_each() -> None:
-    source = _source(Exponents(), torch.randn(3, 6, 8), torch.randn(3, 6, 8))
-    inside = _inside(source, "for t in range(6):")
+    source = source_of(Exponents(), torch.randn(3, 6, 8), torch.randn(3, 6, 8))
+    inside = lines_inside(source, "for t in range(6):")
     assert inside[-1] == "bb = e1 * bb + e2"
     assert source.count("out.append(") == 1
 
@@ -265,8 +248,8 @@ class LooksAhead(nn.Module):
 
 
 def test_a_last_round_takes_no_step_that_no_line_of_it_takes() -> None:
-    source = _source(LooksAhead(), torch.randn(3, 4, 8))
-    assert _inside(source, "for t in range(1, 4):")[-1] == "step = x[:, t].sin()"
+    source = source_of(LooksAhead(), torch.randn(3, 4, 8))
+    assert lines_inside(source, "for t in range(1, 4):")[-1] == "step = x[:, t].sin()"
     assert source.count("torch.tanh(") == 2
 
 
@@ -288,8 +271,8 @@ class Leaving(nn.Module):
 
 
 def test_what_the_author_leaves_out_of_the_last_round_is_not_computed() -> None:
-    source = _source(Leaving(), torch.randn(3, 8))
-    assert "total = total * 0.5 + x.cos()" in _inside(source, "for _ in range(3):")
+    source = source_of(Leaving(), torch.randn(3, 8))
+    assert "total = total * 0.5 + x.cos()" in lines_inside(source, "for _ in range(3):")
     assert source.count("self.layer(") == 2
 
 
@@ -311,7 +294,7 @@ class Splines(nn.Module):
 
 
 def test_rounds_are_written_alike_where_a_line_of_one_is_just_short_enough() -> None:
-    inside = _inside(_source(Splines(), torch.rand(3, 4)), "for k in range(1, 4):")
+    inside = lines_inside(source_of(Splines(), torch.rand(3, 4)), "for k in range(1, 4):")
     assert inside[0].startswith("ratio = (widened - self.grid[:, : -(k + 1)]) / ")
     assert inside[-1] == "b = product + product_2"
 
@@ -338,7 +321,7 @@ class Feeding(nn.Module):
 
 
 def test_a_loop_begins_where_the_authors_rounds_begin() -> None:
-    inside = _inside(_source(Feeding(), torch.randn(3, 5, 8)), "for t in range(1, 5):")
+    inside = lines_inside(source_of(Feeding(), torch.randn(3, 5, 8)), "for t in range(1, 5):")
     assert inside[0].startswith("given = self.feed(")
     assert inside[-1].startswith("frames.append(")
 
@@ -358,7 +341,7 @@ class _Nested(nn.Module):
 
 
 def test_a_counter_has_the_authors_name_only_if_it_counts_the_same_numbers() -> None:
-    source = _source(_Nested(), torch.randn(2, 4))
+    source = source_of(_Nested(), torch.randn(2, 4))
 
     assert "for i in range(2, 4):" in source
     assert "for k in" not in source
@@ -385,10 +368,10 @@ class Experts(nn.Module):
 
 
 def test_a_sum_from_zero_and_a_slice_from_the_start_are_in_the_loop_and_a_list_is_in_one_line() -> None:
-    source = _source(Experts(), torch.randn(3, 8))
+    source = source_of(Experts(), torch.randn(3, 8))
     header = "for number, expert in enumerate(self.experts):"
     assert f"mixed = 0\n        penalty = 0.0\n        {header}" in source
-    inside = _inside(source, header)
+    inside = lines_inside(source, header)
     assert "mixed = mixed + shares[:, number : number + 1] * y" in inside
     assert "penalty = penalty + y.square().mean()" in inside
     assert "parts = [head(mixed).sum(-1) for head in self.heads]" in source
