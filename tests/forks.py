@@ -71,6 +71,16 @@ class Fork:
         stdout, stderr = (file.read_text() if file.exists() else "" for file in self._files)
         return stdout, stderr
 
+    def ended(self, timeout: float) -> subprocess.CompletedProcess[str]:
+        """Waits for the end. One that is late is terminated (a torchrun ends its ranks); TimeoutExpired."""
+        try:
+            stdout, stderr = self.communicate(timeout)
+        except subprocess.TimeoutExpired:
+            self.terminate()
+            self.communicate()
+            raise
+        return subprocess.CompletedProcess(self.words, self.returncode, stdout, stderr)
+
     def terminate(self) -> None:
         self._process.terminate()
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import pd2bw_fx
 from pd2bw_fx.models.gpt import GPT, GPTConfig
 from pd2bw_fx.runtime.checkpoint import Checkpoint, _publish
-from tests.torchrun import TIMEOUT_S, free_port, start_forks, torchrun_of_forks
+from tests.torchrun import all_succeed, free_port, start_forks, torchrun_of_forks
 
 
 @pytest.fixture(scope="module")
@@ -122,13 +122,7 @@ def test_two_nodes_meet_and_train_as_one_does(pipelines: Path, whole: Path, tmp_
         )
         for k in (1, 2)
     ]
-    try:
-        for node in nodes:
-            _, stderr = node.communicate(TIMEOUT_S)
-            assert node.returncode == 0, stderr
-    finally:
-        for node in nodes:
-            node.terminate()
+    all_succeed(nodes)
     assert losses(tmp_path) == losses(whole)[:3]
 
 

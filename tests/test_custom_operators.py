@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -110,21 +111,16 @@ def test_local_workers_have_the_operators_of_the_script_and_of_its_modules(tmp_p
     (tmp_path / "a_library.py").write_text(_LIBRARY)
     (tmp_path / "script.py").write_text(_SCRIPT)
 
-    code, said, errors = run_of_fork(tmp_path / "script.py")
+    ended = run_of_fork(tmp_path / "script.py")
 
-    assert code == 0, errors
-    found, known = json.loads(said.splitlines()[-1])
+    assert ended.returncode == 0, ended.stderr
+    found, known = json.loads(ended.stdout.splitlines()[-1])
     assert max(abs(a - b) / abs(b) for a, b in zip(found, known, strict=True)) <= 1e-12
 
 
-def run_of_fork(script: Path) -> tuple[int | None, str, str]:
-    """Runs a script where torch is imported and nothing of this file: exit code, output, errors."""
-    process = Fork([str(script)], environment=environment(), folder=script.parent)
-    try:
-        said, errors = process.communicate(TIMEOUT_S)
-        return process.returncode, said, errors
-    finally:
-        process.terminate()
+def run_of_fork(script: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a script where torch is imported and nothing of this file."""
+    return Fork([str(script)], environment=environment(), folder=script.parent).ended(TIMEOUT_S)
 
 
 class Negated(nn.Module):
@@ -153,10 +149,10 @@ def test_an_operator_that_onnx_or_another_process_does_not_know_is_named(tmp_pat
         "        print(error)\n"
     )
 
-    code, said, errors = run_of_fork(script)
+    ended = run_of_fork(script)
 
-    assert code == 0, errors
-    assert said.count("calls the operator tests_of_pd2bw_fx::negated, which nothing has") == 2
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("calls the operator tests_of_pd2bw_fx::negated, which nothing has") == 2
 
 
 @torch.library.custom_op("tests_of_pd2bw_fx::negated", mutates_args=())

@@ -200,15 +200,13 @@ def prepare(folder: Path, gpt_in_two: Path, *, with_onnx: bool) -> None:
         np.savez(folder / "x.npz", **{name: value.numpy() for name, value in pipe.example.items()})
 
 
-def run_of_forks(command: str, folder: Path) -> tuple[int | None, str]:
+def run_of_forks(command: str, folder: Path) -> tuple[int, str]:
     """Runs torchrun with ranks that are forked: exit code and output."""
-    process = start_command(shlex.split(command.replace("29500", str(free_port()))), folder)
-    try:
-        said = "".join(process.communicate(TIMEOUT_S))
-    finally:
-        process.terminate()
+    words = shlex.split(command.replace("29500", str(free_port())))
+    ended = start_command(words, folder).ended(TIMEOUT_S)
+    said = ended.stdout + ended.stderr
     assert TRACEBACK.search(said) is None, f"{command}\n{said}"
-    return process.returncode, said
+    return ended.returncode, said
 
 
 def run(commands: Sequence[str], folder: Path) -> list[tuple[int, str]]:

@@ -14,7 +14,7 @@ from pd2bw_fx import cli
 from pd2bw_fx.metrics import Metrics
 from pd2bw_fx.models import build, gpt
 from pd2bw_fx.pipeline import Pipeline
-from tests.torchrun import TIMEOUT_S, free_port, start_command, torchrun_of_forks
+from tests.torchrun import all_succeed, free_port, start_command, torchrun_of_forks
 
 ROOT = Path(__file__).parents[1]
 
@@ -156,10 +156,4 @@ def run_at_once(lines: list[list[str]], folder: Path) -> None:
     for number, words in enumerate(lines):
         words = [{"HOST": "localhost", "29500": port}.get(word, word) for word in words]
         machines.append(start_command(words, folder, GLOO_SOCKET_IFNAME="lo", SLURM_NODEID=str(number)))
-    try:
-        for machine in machines:
-            _, stderr = machine.communicate(TIMEOUT_S)
-            assert machine.returncode == 0, stderr
-    finally:
-        for machine in machines:
-            machine.terminate()
+    all_succeed(machines)

@@ -51,13 +51,7 @@ def torchrun_of_forks(
 ) -> subprocess.CompletedProcess[str]:
     """Runs torchrun with ranks that are forked with torch imported, for tests of what ranks compute."""
     process = start_forks(num_processes, program, *arguments, options=options, folder=folder, **more)
-    try:
-        stdout, stderr = process.communicate(TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # torchrun ends its ranks
-        process.communicate()
-        raise
-    return subprocess.CompletedProcess(process.words, process.returncode, stdout, stderr)
+    return process.ended(TIMEOUT_S)
 
 
 def start_forks(
@@ -86,6 +80,17 @@ def start_command(words: Sequence[str], folder: Path, **more: str) -> Fork:
 def _start(options: Sequence[str], program: Sequence[str], folder: Path | None, **more: str) -> Fork:
     words = ["torchrun", "--start-method", "fork", *options, "--run-path", *program]
     return Fork(words, _torchrun, environment(**more), folder)
+
+
+def all_succeed(machines: Sequence[Fork]) -> None:
+    """Waits for torchruns that work together; if one fails or is late, all are ended."""
+    try:
+        for machine in machines:
+            ended = machine.ended(TIMEOUT_S)
+            assert ended.returncode == 0, ended.stderr
+    finally:
+        for machine in machines:
+            machine.terminate()
 
 
 def at_once(
