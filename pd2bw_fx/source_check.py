@@ -82,6 +82,7 @@ def operators_called(source: str) -> list[tuple[str, str]]:
     return sorted(set(re.findall(r"torch\.ops\.(\w+)\.(\w+)", source)))
 
 
+@functools.lru_cache(maxsize=64)  # the jobs of all ranks ask it of all stages, and each stage of itself
 def uses_vary(source: str) -> bool:
     """Returns whether the parameters that a stage uses may change from call to call.
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pd2bw_fx.attributes import keep_model
-from pd2bw_fx.drawing import SEED_OF_CHECKS, call_draws, gpus
+from pd2bw_fx.drawing import call_draws, gpus, use_seed_of_checks
 from pd2bw_fx.errors import InputError, VerificationError, models_own_backward
 from pd2bw_fx.graph import OperatorGraph, dtype_name
 from pd2bw_fx.plan import Plan
@@ -308,7 +308,7 @@ class _EachDrawAlike(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         kwargs = dict(kwargs or {})
         self._draws += call_draws(function, args, kwargs)
-        torch.manual_seed(SEED_OF_CHECKS)
+        use_seed_of_checks()
         if function in (nn.functional.dropout, torch.dropout):
             return args[0] if args else kwargs["input"]
         if function is nn.functional.scaled_dot_product_attention:
@@ -326,7 +326,7 @@ def randomness(*, on: bool) -> Iterator[_FromOneGenerator | _EachDrawAlike]:
     Yields an object that tells what was drawn.
     """
     with torch.random.fork_rng(devices=gpus()):
-        torch.manual_seed(SEED_OF_CHECKS)
+        use_seed_of_checks()
         if on:
             yield _FromOneGenerator()
         else:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from pd2bw_fx.attributes import without_repeats
-from pd2bw_fx.drawing import SEED_OF_CHECKS
+from pd2bw_fx.drawing import use_seed_of_checks
 from pd2bw_fx.errors import Pd2bwError, TraceError
 from pd2bw_fx.passes.trace.eager_run import holds_data, keep_program, keep_state
 from pd2bw_fx.passes.trace.inputs import common_batch_size
@@ -278,7 +278,7 @@ def results_of(
     with keep_state(program), keep_random_numbers():
         if factors is not None:
             _move_weights(program, factors)
-        torch.manual_seed(SEED_OF_CHECKS)
+        use_seed_of_checks()
         return {name: value.detach().clone() for name, value in program.call(given).items()}
 
 

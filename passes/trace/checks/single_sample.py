@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
-from pd2bw_fx.drawing import SEED_OF_CHECKS
+from pd2bw_fx.drawing import use_seed_of_checks
 from pd2bw_fx.passes.trace.eager_run import holds_data, keep_state
 from pd2bw_fx.passes.trace.patches.size_answers import SizeAnswers
 from pd2bw_fx.passes.trace.program import Program
@@ -69,7 +69,7 @@ def _as_traced(exported: ExportedProgram, program: Program, tensors: Mapping[str
             known = exported.state_dict.get(target)
             arguments.append(exported.constants[target] if known is None else known)
     with keep_state(program), keep_random_numbers(), torch.no_grad():
-        torch.manual_seed(SEED_OF_CHECKS)
+        use_seed_of_checks()
         results = fx.Interpreter(exported.graph_module).run(*arguments)
     kinds = [entry.kind for entry in exported.graph_signature.output_specs]
     wanted = (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT)
