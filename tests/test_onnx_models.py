@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -79,6 +80,12 @@ def test_the_cross_entropy_that_is_exported_is_torchs(shape: tuple[int, ...], re
                 assert torch.allclose(
                     found, functional.cross_entropy(logits, targets, **given), rtol=1e-12, equal_nan=True
                 )
+    is_out = torch.arange(5).view(-1, *(1,) * (len(shape) - 1 - classes)) == 4  # a class that no target names
+    masked = logits.masked_fill(is_out, -math.inf).log_softmax(classes)
+    for targets in (told % 4, torch.where(told == 2, -100, told % 4)):
+        found = spelling._cross_entropy(masked, targets, reduction=reduction)
+        expected = functional.nll_loss(masked, targets, reduction=reduction)
+        assert torch.allclose(found, expected, rtol=1e-12, equal_nan=True)
 
 
 @pytest.mark.parametrize("soft", [False, True])

@@ -46,6 +46,13 @@ def _by_row(loss: Callable[..., Tensor], h: Tensor, **options: object) -> Tensor
     return losses.view_as(targets) * (h[..., 2] > 0)
 
 
+def _of_selected(loss: Callable[..., Tensor], h: Tensor, **options: object) -> Tensor:
+    """Of the tokens that a mask selects, as the loss of a masked language model is."""
+    chosen = h[..., 2] > 0
+    targets = (h[..., 0].detach() > 0).long() + (h[..., 1].detach() > 0).long()
+    return loss(h[chosen], targets[chosen], **options)
+
+
 FUNCTIONS: list[Callable[[Tensor], Tensor]] = [
     lambda h: torch.cdist(h, h * 2 + 1),
     lambda h: torch.cdist(h, h + 1, p=1.0),
@@ -83,6 +90,8 @@ FUNCTIONS: list[Callable[[Tensor], Tensor]] = [
     lambda h: F.adaptive_max_pool1d(h, 3),
     lambda h: _by_row(F.cross_entropy, h, weight=torch.arange(8.0)),
     lambda h: _by_row(F.nll_loss, h, ignore_index=1),
+    lambda h: _of_selected(F.cross_entropy, h, weight=torch.arange(8.0)),
+    lambda h: _of_selected(F.nll_loss, h, ignore_index=1, reduction="sum"),
     lambda h: _bags((h[:, 0] > 0).long()) * h.mean(),
     lambda h: _bags((h[:, 0] > 0).long(), mode="sum", per_sample_weights=h[:, 0]),
     lambda h: _bags((h[0, 0] > 0).long(), offsets=torch.tensor([0, 2, 2, 7]), mode="max") * h.mean(),

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -23,8 +24,9 @@ class TranslatableSpelling(TorchFunctionMode):
     attention           takes four dimensions; other memory layout        four dimensions, contiguous
     batch_norm          in training, translates it as in evaluation       its own mean and variance
     layer_norm          one type for input and weight                     cast to the weight's
-    cross_entropy       no label smoothing, probabilities, rows' losses   log_softmax and gather
-    nll_loss            losses of rows as one number                      gather
+    cross_entropy       no label smoothing, probabilities, rows' losses,  log_softmax and gather
+                        or rows that a mask selects
+    nll_loss            rows' losses as one number; rows of a mask        gather
     conv3d              without bias, zeros in a shape no runtime takes   with a bias of zeros
     diagonal_scatter    unknown                                           index_put
     index_put           by a mask                                         where
@@ -60,9 +62,11 @@ class TranslatableSpelling(TorchFunctionMode):
             named = _named(_CROSS_ENTROPY, args, named)
             if named.get("label_smoothing") or named["target"].is_floating_point() or _is_by_row(named):
                 return _cross_entropy(**named)
-            return func(**named)
-        if func is functional.nll_loss and _is_by_row(_named(_NLL_LOSS, args, named)):
-            return _nll_loss(**_named(_NLL_LOSS, args, named))
+            return _cross_entropy(**named) if _has_selected_rows(named) else func(**named)
+        if func is functional.nll_loss:
+            named = _named(_NLL_LOSS, args, named)
+            is_written_out = _is_by_row(named) or _has_selected_rows(named)
+            return _nll_loss(**named) if is_written_out else func(**named)
         if func in _CONV3D and _named(_CONVOLUTION, args, named).get("bias") is None:
             named = _named(_CONVOLUTION, args, named)
             named["bias"] = named["weight"].new_zeros(named["weight"].shape[0])
@@ -121,19 +125,40 @@ def _is_by_row(named: Mapping[str, Any]) -> bool:
     return named.get("reduction") == "none" and named["input"].dim() == 2
 
 
+def _has_selected_rows(named: Mapping[str, Any]) -> bool:
+    """Returns whether values say how many rows there are (`logits[mask]`), and may leave none."""
+    return bool(free_unbacked_symbols(tuple(named["input"].shape)))
+
+
 def _nll_loss(
     input: Tensor,  # noqa: A002 - as torch calls it
     target: Tensor,
     weight: Tensor | None = None,
     *,
     ignore_index: int = -100,
+    reduction: str = "mean",
     **_: Any,
 ) -> Tensor:
-    """Computes the loss of each row. input: (batch, classes), log probabilities."""
-    weighed = input if weight is None else input * weight
+    """Computes the negative log likelihood. input: (batch, classes, ..) or (classes), log probabilities."""
+    classes = 1 if input.dim() > 1 else 0
     told = target != ignore_index
-    known = torch.where(told, target, 0).unsqueeze(1)
-    return torch.where(told, -weighed.gather(1, known).squeeze(1), 0.0)
+    known = torch.where(told, target, 0)
+    own = _weighed(input, weight).gather(classes, known.unsqueeze(classes)).squeeze(classes)
+    losses = torch.where(told, -own, 0.0)
+    return _reduced(losses, told, None if weight is None else weight[known], reduction)
+
+
+def _weighed(logs: Tensor, weight: Tensor | None) -> Tensor:
+    """Returns the logarithms times the weights of their classes. logs: (batch, classes, ..) or (classes)"""
+    return logs if weight is None else logs * weight.reshape(-1, *(1,) * max(logs.dim() - 2, 0))
+
+
+def _reduced(losses: Tensor, told: Tensor, weights: Tensor | None, reduction: str) -> Tensor:
+    """Reduces losses. The mean is over the targets that count, by the weights of their classes."""
+    if reduction == "none":
+        return losses
+    counted = told.to(losses.dtype) if weights is None else torch.where(told, weights, 0.0)
+    return losses.sum() / counted.sum() if reduction == "mean" else losses.sum()
 
 
 def _cross_entropy(
@@ -153,19 +178,18 @@ def _cross_entropy(
     classes = 1 if input.dim() > 1 else 0
     logs, count = input.log_softmax(classes), input.shape[classes]
     rest = label_smoothing / count
-    weighed = logs if weight is None else logs * weight.reshape(-1, *(1,) * (input.dim() - classes - 1))
+    weighed = _weighed(logs, weight)
     if target.is_floating_point():
         losses = -(weighed * (target * (1 - label_smoothing) + rest)).sum(classes)
         number = max(1, input.numel() // count)
         return losses if reduction == "none" else losses.sum() / (number if reduction == "mean" else 1)
+    if not label_smoothing:  # the other classes do not count, not even 0 times minus infinity
+        return _nll_loss(logs, target, weight, ignore_index=ignore_index, reduction=reduction)
     told = target != ignore_index
     known = torch.where(told, target, 0)
     own = weighed.gather(classes, known.unsqueeze(classes)).squeeze(classes)
     losses = torch.where(told, -(1 - label_smoothing) * own - rest * weighed.sum(classes), 0.0)
-    if reduction == "none":
-        return losses
-    counted = told.to(losses.dtype) if weight is None else torch.where(told, weight[known], 0.0)
-    return losses.sum() / counted.sum() if reduction == "mean" else losses.sum()
+    return _reduced(losses, told, None if weight is None else weight[known], reduction)
 
 
 def _layer_norm(
