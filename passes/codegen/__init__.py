@@ -15,6 +15,7 @@ A forward, method by method:
     body.py            the items of its body
     folding.py         which of them are written inside another's expression
     layer_calls.py     what the calls of torch.nn layers are given and return
+    attention.py       what those of nn.MultiheadAttention are
     naming.py          what values are called, after the author's source
     local_names.py     the names of one body's values, and how long each is taken
     second_names.py    second names of values: `residual = x`

@@ -15,7 +15,7 @@ from pd2bw_fx.program import autocast_of
 
 from .cut import is_size, tensors_read
 from .idioms import normalizations
-from .layer_calls import call_arguments
+from .layer_calls import attention_of, call_arguments
 from .layers import LAYERS_GIVING_TUPLES
 from .naming import (
     given_to,
@@ -209,6 +209,11 @@ class Body:
         if not isinstance(item, Scope) or not self.tree.is_layer(item):
             return False
         return isinstance(self.tree.modules[item.path], LAYERS_GIVING_TUPLES)
+
+    def is_taken_apart(self, item: fx.Node | Scope) -> bool:
+        """Whether the author takes the pair of an attention layer apart, `x, _ = self.attn(x, x, x)`."""
+        line = self.line(item)
+        return line is not None and len(line.assigned) == 2 and attention_of(self.tree, item) is not None
 
     def author_name(self, item: fx.Node | Scope, result: fx.Node) -> str | None:
         """Returns the author's name for an item's result; None where the statement is not for this result."""

@@ -148,7 +148,7 @@ class Folding:
             return False
         if self.body.elements(item) is not None:
             return False
-        if self.body.is_element(item) or self.body.is_recurrent(item):
+        if self.body.is_element(item) or self.body.is_recurrent(item) or self.body.is_taken_apart(item):
             return False
         reader = users[0]
         if self.body.part_write(item) is not None or self._is_written_into(result, reader):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
+from .attention import AttentionCall, attention_call
 from .layers import LAYERS_GIVING_TUPLES, LAYERS_OF_PAIRS, LAYERS_OF_TWO, RECURRENT_CELLS, is_layer
 from .scopes import Scope
 
@@ -19,7 +20,17 @@ def takes_and_gives_what_the_layer_does(tree: StageTree, call: Scope, layer: nn.
 
     A hook may take another value out of it, and a stage may need a value that the layer does not return.
     """
+    if isinstance(layer, nn.MultiheadAttention):
+        return attention_call(tree, call, layer) is not None
     return _gives_what_it_gives(tree, call, layer) and _takes_what_it_takes(tree, call, layer)
+
+
+def attention_of(tree: StageTree, item: fx.Node | Scope) -> AttentionCall | None:
+    """Returns what a call of nn.MultiheadAttention is given, if the item is one that is printed as such."""
+    if not isinstance(item, Scope) or not tree.is_layer(item):
+        return None
+    layer = tree.modules[item.path]
+    return attention_call(tree, item, layer) if isinstance(layer, nn.MultiheadAttention) else None
 
 
 def call_arguments(tree: StageTree, call: Scope) -> list[fx.Node | tuple[fx.Node, ...]]:
@@ -27,6 +38,8 @@ def call_arguments(tree: StageTree, call: Scope) -> list[fx.Node | tuple[fx.Node
     reads = tree.reads(call)
     if not tree.is_layer(call):
         return list(reads)
+    if (attention := attention_of(tree, call)) is not None:
+        return [*attention.arguments]
     layer, given = tree.modules[call.path], list[Any]()
     if isinstance(layer, RECURRENT_CELLS):
         given = _given_to_a_cell(call)

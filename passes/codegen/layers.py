@@ -16,8 +16,8 @@ from pd2bw_fx.modes import LAYERS_WITH_MODES
 from .literals import are_numbered, is_plain_name
 from .template import NO_DEFAULT, Call, Fixed, Leaf, Part, Template
 
-# Layers whose forward takes one tensor and gives one (recurrent ones: with their states). Anything else is
-# printed as the operators that it was traced to.
+# Layers whose forward takes one tensor and gives one (recurrent ones: with their states; attention: see
+# attention.py). Anything else is printed as the operators that it was traced to.
 _LAYERS: tuple[type[nn.Module], ...] = (
     nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm,
     nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
@@ -38,6 +38,7 @@ _LAYERS: tuple[type[nn.Module], ...] = (
     nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d, nn.PixelShuffle, nn.PixelUnshuffle,
     nn.ChannelShuffle, nn.Flatten, nn.Unflatten, nn.Fold, nn.Unfold,
     nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell, nn.EmbeddingBag, nn.Identity,
+    nn.MultiheadAttention,
 )  # fmt: skip
 # Layers whose forward takes two tensors, in the order of their operator's.
 LAYERS_OF_TWO: tuple[type[nn.Module], ...] = (
@@ -53,7 +54,7 @@ _WITH_WEIGHT = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.module
 MODES = {"train", "training", "use_input_stats"}
 _SIZES_TO_KEEP = {"normalized_shape", "unflattened_size"}  # (8, 8) does not mean the same as 8 there
 
-_BY_NAME = {"eps", "momentum"}  # arguments of norms
+_BY_NAME = {"eps", "momentum", "dropout"}  # arguments that nobody writes by place
 _RECURRENT = ("input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional")
 
 
@@ -122,12 +123,37 @@ def _has_its_own_weights(module: nn.Module) -> bool:
     """
     if any(isinstance(value, torch.Tensor) for value in vars(module).values()):
         return False
+    if isinstance(module, nn.MultiheadAttention):
+        return _attends_as_built(module)
     held = {name for name, parameter in module._parameters.items() if parameter is not None}
     if isinstance(module, nn.RNNBase):
         return held == set(module._flat_weights_names)
     if isinstance(module, RECURRENT_CELLS):
         return {"weight_ih", "weight_hh"} <= held <= {"weight_ih", "weight_hh", "bias_ih", "bias_hh"}
     return held <= {"weight", "bias"} and (not isinstance(module, _WITH_WEIGHT) or "weight" in held)
+
+
+def _attends_as_built(module: nn.MultiheadAttention) -> bool:
+    """Whether attention has the weights and numbers that its constructor gives it, for its arguments."""
+    inner = module.out_proj
+    if type(inner) is not nn.modules.linear.NonDynamicallyQuantizableLinear or hasattr(
+        inner, "parametrizations"
+    ):
+        return False
+    given = {name: value for name, value, _ in _attention(module)}
+    try:
+        built = nn.MultiheadAttention(**given, device="meta")
+    except Exception:  # the constructor refuses arguments that were changed later
+        return False
+    weights, own = (dict(each.named_parameters(remove_duplicate=False)) for each in (built, module))
+    numbers, has = (_numbers_of(each) for each in (built, module))
+    is_shared = len(set(own.values())) < len(own)
+    sizes, held = ({name: w.shape for name, w in each.items()} for each in (weights, own))
+    return not is_shared and sizes == held and numbers == has and not any(True for _ in module.buffers())
+
+
+def _numbers_of(module: nn.MultiheadAttention) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if isinstance(value, int | float)}
 
 
 def _has_the_sizes_it_says(module: nn.Module) -> bool:
@@ -188,6 +214,8 @@ def is_sequential(module: nn.Module) -> bool:
 
 def _arguments(module: nn.Module) -> list[tuple[str, Any, Any]]:
     """Lists the constructor's arguments with their values and defaults."""
+    if isinstance(module, nn.MultiheadAttention):
+        return _attention(module)
     return _recurrent(module) if isinstance(module, nn.RNNBase) else _by_signature(module)
 
 
@@ -226,6 +254,21 @@ def _recurrent(module: nn.RNNBase) -> list[tuple[str, Any, Any]]:
     if module.proj_size:
         pairs.append(("proj_size", module.proj_size, 0))
     return pairs
+
+
+def _attention(module: nn.MultiheadAttention) -> list[tuple[str, Any, Any]]:
+    width = module.embed_dim
+    return [
+        ("embed_dim", width, NO_DEFAULT),
+        ("num_heads", module.num_heads, NO_DEFAULT),
+        ("dropout", module.dropout, 0.0),
+        ("bias", module.in_proj_bias is not None, True),
+        ("add_bias_kv", module.bias_k is not None, False),
+        ("add_zero_attn", module.add_zero_attn, False),
+        ("kdim", None if module.kdim == width else module.kdim, None),
+        ("vdim", None if module.vdim == width else module.vdim, None),
+        ("batch_first", module.batch_first, False),
+    ]
 
 
 def _unpacked(value: Any) -> Any:

@@ -14,7 +14,7 @@ from .cut import is_number, is_size, size_symbol
 from .expression import Scene, Source
 from .folding import Folding
 from .idioms import normalized
-from .layer_calls import linear_of
+from .layer_calls import attention_of, linear_of
 from .literals import identifier, plain
 from .local_names import LocalNames
 from .loops.author_loops import counter_of, list_of, round_of
@@ -28,6 +28,7 @@ from .spell import spell
 from .stage_tree import DEVICE, StageTree
 from .written import LONGEST_FOLDED, Method, Statement, reference
 
+_FIRST = "[0]"  # the output of an attention layer, which gives its weights beside it
 _SHORT_OPERAND = 40  # characters of an operand that fits on a line of its own when a statement takes several
 
 
@@ -139,6 +140,8 @@ class _Draft:
         self._rename(index, item, results)
         target = self._target(index, item, results)
         text = f"{target} = {source.text}" if target else source.text
+        if self.body.is_taken_apart(item) and len(results) == 1:
+            text = f"{target}, _ = {source.text.removesuffix(_FIRST)}"
         if len(text) > LONGEST_FOLDED:
             self._unfold(item, len(text))
         statement = Statement(text, *self._comment(item, results), self._region(item))
@@ -235,6 +238,10 @@ class _Draft:
             given = self.body.arguments_of(item)
             texts = [self._scene().text(argument) for argument in given]
             texts += [self._size(symbol).text for symbol in self.body.tree.symbols(item)]
+            attention = attention_of(self.body.tree, item)
+            if attention is not None:
+                called = self.call_text(self.body.scope, item, attention.spelled(texts, self._device()))
+                return Source(called + _FIRST if len(self.body.results(item)) == 1 else called)
             return Source(self.call_text(self.body.scope, item, texts))
         if item in self.body.normalized:
             return normalized(self.body.normalized[item], self._scene())

@@ -343,7 +343,8 @@ class StageTree:
             return False
         if any(module is changing for changing in self.graph.changing):
             return False  # the attributes that it was called with are gone
-        if any(isinstance(item, Scope) or copies_a_weight(item) for item in scope.items):
+        inner = [item for item in scope.items if isinstance(item, Scope)]
+        if any(item.path != scope.path for item in inner) or any(map(copies_a_weight, scope.nodes)):
             return False
         if module.training and any(map(is_in_evaluation, scope.nodes)):
             return False  # the forward has put it in that mode for this call

@@ -14,6 +14,7 @@ from pd2bw_fx.errors import ExportError, InputError, PlanMismatchError
 from pd2bw_fx.files import read_manifest
 from pd2bw_fx.modes import has_one_mode
 from pd2bw_fx.onnx_session import Array, first_line, open_session, run_failure, to_array
+from pd2bw_fx.program import set_fast_path
 from pd2bw_fx.size_range import SizeRange
 from pd2bw_fx.stage import StageProgram
 from pd2bw_fx.units import counted
@@ -166,7 +167,7 @@ def run_modules(
     Raises ExportError if a stage does not take these inputs, for instance another batch size than it had.
     """
     values = dict(inputs)
-    with torch.no_grad():
+    with torch.no_grad(), set_fast_path(on=False):
         for program, module in zip(programs, modules, strict=True):
             fed = [values[port.value] for port in program.inputs]
             try:

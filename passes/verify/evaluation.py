@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pd2bw_fx.errors import VerificationError
 from pd2bw_fx.graph import Operator, OperatorGraph
 from pd2bw_fx.modes import asking_for_mode
-from pd2bw_fx.program import returned, with_gradients_if_asked
+from pd2bw_fx.program import returned, set_fast_path, with_gradients_if_asked
 from pd2bw_fx.stage import StageProgram, held_tensors
 
 from .compare import coarsest_tolerance, difference, tolerance_of
@@ -122,7 +122,7 @@ def _of_model(sides: Sides, tensors: Mapping[str, Tensor]) -> tuple[Mapping[str,
 
 def _of_stages(sides: Sides, tensors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], set[str], Drawn]:
     modules = [module.eval() for module in stage_modules(sides, tensors)]
-    with randomness(on=sides.draw_in_order) as draws, torch.no_grad():
+    with randomness(on=sides.draw_in_order) as draws, torch.no_grad(), set_fast_path(on=False):
         _, produced = run_forwards(sides.programs, modules, sides.example)
         drawn = draws.drawn()
     changed = {name for name, after in _held(sides.programs, modules) if _is_changed(after, tensors[name])}

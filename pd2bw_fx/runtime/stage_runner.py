@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pd2bw_fx.actions import Action, Kind
+from pd2bw_fx.program import set_fast_path
 from pd2bw_fx.runtime.channel import Inbox, Outbox
 from pd2bw_fx.runtime.draws import Draws
 from pd2bw_fx.runtime.job import Job
@@ -208,8 +209,11 @@ class StageRunner:
         return {v: tensor.detach() for v, tensor in produced.items()} if self._is_compiled else produced
 
     def _evaluated(self, module: nn.Module, kept: _InFlight) -> dict[str, Tensor]:
-        """Runs a forward in evaluation, which leaves the module as it was."""
-        with torch.no_grad():
+        """Runs a forward in evaluation, which leaves the module as it was.
+
+        Attention layers compute as in other cuts, where they are divided: not by torch's fast path.
+        """
+        with torch.no_grad(), set_fast_path(on=False):
             as_before = self._kept_in_evaluation(module)
             produced = self._run(module, kept)
             for tensor, before in as_before.items():
