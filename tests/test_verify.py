@@ -307,3 +307,27 @@ def test_an_assertion_without_words_in_evaluation_is_told_by_its_kind() -> None:
 
     assert pipe.trace_report is not None
     assert "the model cannot be run on the example inputs: AssertionError" in pipe.trace_report.evaluation
+
+
+class MakingALayer(nn.Module):
+    """Draws the weights of a layer at its first call, as attention that is chosen by the length of a text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop, self.is_chosen = nn.Linear(8, 8), nn.Dropout(0.5), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_chosen:
+            chosen = nn.Linear(8, 8)
+            chosen.weight, chosen.bias = self.layer.weight, self.layer.bias
+            self.layer, self.is_chosen = chosen, True
+        return self.drop(self.layer(x)).square().mean()
+
+
+def test_a_model_that_draws_more_than_its_stages_is_told_to_be_called_before() -> None:
+    torch.manual_seed(0)
+    model, x = MakingALayer(), torch.randn(4, 8)
+    with pytest.raises(VerificationError, match=r"draws other random numbers .* call it once before"):
+        pd2bw_fx.split(model, x, cluster=1, costs="analytic")
+    model(x)
+    assert pd2bw_fx.split(model, x, cluster=1, costs="analytic").verify().exact

@@ -66,6 +66,12 @@ _ROUNDINGS = 3
 _TIMES_SENSITIVITY = 4.0
 
 
+_UNLIKE_DRAWS = (
+    ". The model draws other random numbers than its stages. If its first call makes layers, which draw "
+    "their weights, call it once before it is split"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Verification:
     """The tensors that were compared, and their differences. `exact`: every tensor is equal bit for bit."""
@@ -126,6 +132,7 @@ def verify(sides: Sides, tensors: Mapping[str, Tensor], *, tolerance: float | No
         raise VerificationError(
             f"{wrong.name} differs from the model's by {wrong.relative:.3e} of its largest entry "
             f"({wrong.largest:.3e} of {wrong.scale:.3e}); {allowed[wrong.name]:.0e} is allowed"
+            + ("" if eager.drawn == staged.drawn else _UNLIKE_DRAWS)
         )
     return Verification(tuple(differences), with_random_numbers=sides.draw_in_order)
 

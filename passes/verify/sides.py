@@ -59,11 +59,12 @@ class Run:
     buffers: Mapping[str, Tensor]
     # Parameters: of the model, those that its forward has written; of the stages, all.
     written: Mapping[str, Tensor]
+    drawn: Drawn
 
 
 def run_model(sides: Sides, tensors: Mapping[str, Tensor]) -> Run:
     graph = sides.graph
-    with weights_of(sides, tensors) as live, randomness(on=sides.draw_in_order):
+    with weights_of(sides, tensors) as live, randomness(on=sides.draw_in_order) as draws:
         versions = {name: _version(live[name]) for name in graph.parameters}
         outputs = sides.forward(sides.given(tensors, live))
         parameters = {name: live[name] for name, spec in graph.parameters.items() if spec.trainable}
@@ -81,6 +82,7 @@ def run_model(sides: Sides, tensors: Mapping[str, Tensor]) -> Run:
                 for name, version in versions.items()
                 if _version(live[name]) != version or name in written_by(graph)
             },
+            drawn=draws.drawn(),
         )
 
 
@@ -136,12 +138,13 @@ def stage_modules(sides: Sides, tensors: Mapping[str, Tensor]) -> list[nn.Module
 def run_stages(sides: Sides, tensors: Mapping[str, Tensor]) -> Run:
     graph, programs = sides.graph, sides.programs
     modules = stage_modules(sides, tensors)
-    with randomness(on=sides.draw_in_order):
+    with randomness(on=sides.draw_in_order) as draws:
         received, produced = run_forwards(programs, modules, sides.example)
         if not surrounding_autocast():  # else model and stages are both under the caller's autocast
             _require_types(programs, produced)
         outputs = model_outputs(programs, produced)
         _backward(graph, programs, received, produced)  # may draw, in a part that is run as it is written
+        drawn = draws.drawn()
     return Run(
         outputs={name: value.detach() for name, value in outputs.items()},
         gradients=_summed_gradients(graph, programs, modules),
@@ -155,6 +158,7 @@ def run_stages(sides: Sides, tensors: Mapping[str, Tensor]) -> Run:
             for program, module in zip(programs, modules, strict=True)
             for name, parameter in held_parameters(program, module).items()
         },
+        drawn=drawn,
     )
 
 
