@@ -23,10 +23,12 @@ from typing import Any
 import torch
 import transformers as hf
 from coverage_models import CASES, Case, built
+from coverage_more import MORE
 from put_through import put_through
 
 from pd2bw_fx.errors import Pd2bwError
 
+ALL = (*CASES, *MORE)
 TABLE = Path(__file__).parent.parent / "docs" / "COVERAGE.md"
 
 
@@ -101,14 +103,14 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the names of the models")
     parser.add_argument("--keep", type=Path, help="a JSON file that outcomes are added to, part by part")
     arguments = parser.parse_args()
-    unknown = sorted(set(arguments.names) - {case.name for case in CASES})
+    unknown = sorted(set(arguments.names) - {case.name for case in ALL})
     if unknown:
         parser.error(f"no model is called {unknown[0]!r}; --list prints the names")
     if arguments.list:
-        print("\n".join(case.name for case in CASES))
+        print("\n".join(case.name for case in ALL))
         return 0
     kept = _kept(arguments.keep)
-    for case in CASES:
+    for case in ALL:
         if arguments.names and case.name not in arguments.names:
             continue
         found = kept[case.name] = outcome(case)
@@ -121,8 +123,8 @@ def main() -> int:
             arguments.keep.write_text(
                 json.dumps({name: asdict(other) for name, other in kept.items()}, indent=1)
             )
-    results = [(case, kept[case.name]) for case in CASES if case.name in kept]
-    if len(results) == len(CASES):
+    results = [(case, kept[case.name]) for case in ALL if case.name in kept]
+    if len(results) == len(ALL):
         versions = _PREFACE.format(torch=torch.__version__.partition("+")[0], transformers=hf.__version__)
         TABLE.write_text(versions + "\n".join(_table(results)) + "\n")
     failed = [case.name for case, found in results if not found.verified]

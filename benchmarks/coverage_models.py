@@ -38,11 +38,11 @@ def _mask() -> Tensor:
     return mask
 
 
-def _images(size: int) -> Tensor:
+def images(size: int) -> Tensor:
     return torch.randn(BATCH, 3, size, size, generator=torch.Generator().manual_seed(0))
 
 
-def _language(model: str, config: Any, **config_kwargs: Any) -> Callable[..., Build]:
+def language(model: str, config: Any, **config_kwargs: Any) -> Callable[..., Build]:
     """A causal or masked language model by its class, for any inputs beside the text."""
 
     def with_inputs(**extra: Any) -> Build:
@@ -55,10 +55,10 @@ def _language(model: str, config: Any, **config_kwargs: Any) -> Callable[..., Bu
     return with_inputs
 
 
-def _vision(model: str, config: Any, size: int = 32, **config_kwargs: Any) -> Build:
+def vision(model: str, config: Any, size: int = 32, **config_kwargs: Any) -> Build:
     def build() -> tuple[nn.Module, dict[str, Any]]:
         network = getattr(hf, model)(config(num_labels=5, **config_kwargs))
-        return network, {"pixel_values": _images(size), "labels": torch.tensor([1, 4, 0])}
+        return network, {"pixel_values": images(size), "labels": torch.tensor([1, 4, 0])}
 
     return build
 
@@ -73,9 +73,9 @@ def _own(name: str) -> Build:
     return build
 
 
-_SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-_LLAMA = _SMALL | {"num_key_value_heads": 2, "max_position_embeddings": 64}
-_BERT = _SMALL | {"max_position_embeddings": 64}
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+LLAMA = SMALL | {"num_key_value_heads": 2, "max_position_embeddings": 64}
+BERT = SMALL | {"max_position_embeddings": 64}
 _GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "batched_mm"}
 
@@ -105,7 +105,7 @@ def _whisper() -> tuple[nn.Module, dict[str, Any]]:
 
 def _resnet() -> Build:
     sizes = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 2]}
-    return _vision("ResNetForImageClassification", hf.ResNetConfig, layer_type="basic", **sizes)
+    return vision("ResNetForImageClassification", hf.ResNetConfig, layer_type="basic", **sizes)
 
 
 def _bart() -> tuple[nn.Module, dict[str, Any]]:
@@ -121,11 +121,11 @@ def _clip() -> tuple[nn.Module, dict[str, Any]]:
     """Without its contrastive loss, which is no mean over the samples: all of its outputs are compared."""
     ends = {"eos_token_id": 2, "bos_token_id": 0, "pad_token_id": 1, "vocab_size": WORDS}
     config = hf.CLIPConfig(
-        text_config=_SMALL | ends | {"max_position_embeddings": 32},
-        vision_config=_SMALL | {"image_size": 32, "patch_size": 8},
+        text_config=SMALL | ends | {"max_position_embeddings": 32},
+        vision_config=SMALL | {"image_size": 32, "patch_size": 8},
         projection_dim=16,
     )
-    return hf.CLIPModel(config), {"input_ids": words(), "pixel_values": _images(32)}
+    return hf.CLIPModel(config), {"input_ids": words(), "pixel_values": images(32)}
 
 
 def _wav2vec2() -> tuple[nn.Module, dict[str, Any]]:
@@ -149,7 +149,7 @@ def _detr() -> tuple[nn.Module, dict[str, Any]]:
         backbone_config=backbone, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
         decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, num_queries=5, num_labels=3,
     )  # fmt: skip
-    return hf.DetrForObjectDetection(config), {"pixel_values": _images(64)}
+    return hf.DetrForObjectDetection(config), {"pixel_values": images(64)}
 
 
 def _segformer() -> tuple[nn.Module, dict[str, Any]]:
@@ -158,20 +158,20 @@ def _segformer() -> tuple[nn.Module, dict[str, Any]]:
         strides=[4, 2], num_attention_heads=[2, 4], mlp_ratios=[2, 2], decoder_hidden_size=16, num_labels=4,
     )  # fmt: skip
     classes = torch.randint(0, 4, (BATCH, 32, 32), generator=torch.Generator().manual_seed(1))
-    return hf.SegformerForSemanticSegmentation(config), {"pixel_values": _images(32), "labels": classes}
+    return hf.SegformerForSemanticSegmentation(config), {"pixel_values": images(32), "labels": classes}
 
 
-_gpt2 = _language("GPT2LMHeadModel", hf.GPT2Config, **_GPT2)
-_bert = _language("BertForMaskedLM", hf.BertConfig, **_BERT)
-_roberta = _language("RobertaForMaskedLM", hf.RobertaConfig, **_BERT, pad_token_id=1)
-_llama = _language("LlamaForCausalLM", hf.LlamaConfig, **_LLAMA)
-_mistral = _language("MistralForCausalLM", hf.MistralConfig, **_LLAMA, sliding_window=4)
-_qwen2 = _language("Qwen2ForCausalLM", hf.Qwen2Config, **_LLAMA)
-_qwen3 = _language("Qwen3ForCausalLM", hf.Qwen3Config, **_LLAMA, head_dim=8)
-_mixtral = _language("MixtralForCausalLM", hf.MixtralConfig, **_LLAMA, **_EXPERTS, output_router_logits=True)
-_mamba = _language("MambaForCausalLM", hf.MambaConfig, hidden_size=32, num_hidden_layers=2, state_size=4)
-_deberta = _language("DebertaForMaskedLM", hf.DebertaConfig, **_BERT, relative_attention=True)
-_deberta_v2 = _language("DebertaV2ForMaskedLM", hf.DebertaV2Config, **_BERT, relative_attention=True)
+_gpt2 = language("GPT2LMHeadModel", hf.GPT2Config, **_GPT2)
+_bert = language("BertForMaskedLM", hf.BertConfig, **BERT)
+_roberta = language("RobertaForMaskedLM", hf.RobertaConfig, **BERT, pad_token_id=1)
+_llama = language("LlamaForCausalLM", hf.LlamaConfig, **LLAMA)
+_mistral = language("MistralForCausalLM", hf.MistralConfig, **LLAMA, sliding_window=4)
+_qwen2 = language("Qwen2ForCausalLM", hf.Qwen2Config, **LLAMA)
+_qwen3 = language("Qwen3ForCausalLM", hf.Qwen3Config, **LLAMA, head_dim=8)
+_mixtral = language("MixtralForCausalLM", hf.MixtralConfig, **LLAMA, **_EXPERTS, output_router_logits=True)
+_mamba = language("MambaForCausalLM", hf.MambaConfig, hidden_size=32, num_hidden_layers=2, state_size=4)
+_deberta = language("DebertaForMaskedLM", hf.DebertaConfig, **BERT, relative_attention=True)
+_deberta_v2 = language("DebertaV2ForMaskedLM", hf.DebertaV2Config, **BERT, relative_attention=True)
 
 _BLOOM = {"hidden_size": 32, "n_layer": 2, "n_head": 4}
 _MAMBA2 = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "num_heads": 8, "head_dim": 8}
@@ -179,25 +179,25 @@ _OPT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ff
 _XLNET = {"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 64}
 # Beyond the models that this project is made for: whatever else there is works, or says why not.
 _OTHERS = (
-    Case("hf-albert", _language("AlbertForMaskedLM", hf.AlbertConfig, **_BERT, embedding_size=16)()),
+    Case("hf-albert", language("AlbertForMaskedLM", hf.AlbertConfig, **BERT, embedding_size=16)()),
     Case("hf-bart", _bart),
-    Case("hf-bloom", _language("BloomForCausalLM", hf.BloomConfig, **_BLOOM)()),
+    Case("hf-bloom", language("BloomForCausalLM", hf.BloomConfig, **_BLOOM)()),
     Case("hf-clip", _clip, "its outputs"),
     Case("hf-detr", _detr, "clamps where a value is not finite", tracer="export-as-example"),
-    Case("hf-electra", _language("ElectraForMaskedLM", hf.ElectraConfig, **_BERT, embedding_size=16)()),
-    Case("hf-falcon", _language("FalconForCausalLM", hf.FalconConfig, hidden_size=32,
+    Case("hf-electra", language("ElectraForMaskedLM", hf.ElectraConfig, **BERT, embedding_size=16)()),
+    Case("hf-falcon", language("FalconForCausalLM", hf.FalconConfig, hidden_size=32,
                                 num_hidden_layers=2, num_attention_heads=4)()),
-    Case("hf-gemma2", _language("Gemma2ForCausalLM", hf.Gemma2Config, **_LLAMA, head_dim=8,
+    Case("hf-gemma2", language("Gemma2ForCausalLM", hf.Gemma2Config, **LLAMA, head_dim=8,
                                 sliding_window=4)(), "sliding window"),
-    Case("hf-gpt-neox", _language("GPTNeoXForCausalLM", hf.GPTNeoXConfig, **_BERT)()),
-    Case("hf-mamba2", _language("Mamba2ForCausalLM", hf.Mamba2Config, **_MAMBA2, expand=2, n_groups=2,
+    Case("hf-gpt-neox", language("GPTNeoXForCausalLM", hf.GPTNeoXConfig, **BERT)()),
+    Case("hf-mamba2", language("Mamba2ForCausalLM", hf.Mamba2Config, **_MAMBA2, expand=2, n_groups=2,
                                 chunk_size=4)()),
-    Case("hf-opt", _language("OPTForCausalLM", hf.OPTConfig, **_OPT, max_position_embeddings=64,
+    Case("hf-opt", language("OPTForCausalLM", hf.OPTConfig, **_OPT, max_position_embeddings=64,
                              word_embed_proj_dim=32)()),
-    Case("hf-phi", _language("PhiForCausalLM", hf.PhiConfig, **_BERT)()),
+    Case("hf-phi", language("PhiForCausalLM", hf.PhiConfig, **BERT)()),
     Case("hf-segformer", _segformer),
     Case("hf-wav2vec2", _wav2vec2, "layerdrop=0"),
-    Case("hf-xlnet", _language("XLNetLMHeadModel", hf.XLNetConfig, **_XLNET)()),
+    Case("hf-xlnet", language("XLNetLMHeadModel", hf.XLNetConfig, **_XLNET)()),
 )  # fmt: skip
 
 CASES = (
@@ -225,18 +225,18 @@ CASES = (
     Case("hf-resnet", _resnet()),
     Case(
         "hf-vit",
-        _vision("ViTForImageClassification", hf.ViTConfig, image_size=32, patch_size=8, **_SMALL),
+        vision("ViTForImageClassification", hf.ViTConfig, image_size=32, patch_size=8, **SMALL),
     ),
     Case(
         "hf-swin",
-        _vision(
+        vision(
             "SwinForImageClassification", hf.SwinConfig, image_size=32, patch_size=4, embed_dim=16,
             depths=[2, 2], num_heads=[2, 4], window_size=4,
         ),
     ),
     Case(
         "hf-convnext",
-        _vision("ConvNextForImageClassification", hf.ConvNextConfig, hidden_sizes=[8, 16], depths=[2, 2],
+        vision("ConvNextForImageClassification", hf.ConvNextConfig, hidden_sizes=[8, 16], depths=[2, 2],
                 num_stages=2),
     ),
     Case("hf-deberta", _deberta()),
