@@ -1,6 +1,7 @@
-"""Uses onnxruntime: quiet sessions, arrays from tensors, and clear errors.
+"""Uses onnxruntime: quiet sessions, and clear errors.
 
-It is an optional extra, imported when it is first needed.
+It is an optional extra, imported when it is first needed. torch is not imported here: a process that runs one
+stage does without it.
 """
 
 from __future__ import annotations
@@ -9,13 +10,10 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
+from pd2bw_fx.assumptions import is_assumption
 from pd2bw_fx.errors import ExportError
-from pd2bw_fx.traced import is_assumption
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession
@@ -27,11 +25,12 @@ def open_session(
     path: Path,
     what: str,
     *,
+    num_threads: int,
     optimise: bool = True,
     profile: Path | None = None,
     run_as: Path | None = None,
 ) -> InferenceSession:
-    """Opens a session on the CPU, with as many threads as torch has.
+    """Opens a session on the CPU.
 
     - `optimise`: False runs the graph node by node as it is.
     - `profile`: the prefix of the file that `end_profiling` writes.
@@ -42,7 +41,7 @@ def open_session(
     runtime = require("onnxruntime")
     options = runtime.SessionOptions()
     options.log_severity_level = 4
-    options.intra_op_num_threads = torch.get_num_threads()
+    options.intra_op_num_threads = num_threads
     if not optimise:
         options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
     if profile is not None:
@@ -59,18 +58,6 @@ def open_session(
             f"onnxruntime cannot run {what}: {first_line(error)}; if it lacks an operator for this "
             "type, convert the model first (model.float(), or without autocast)"
         ) from error
-
-
-def to_array(name: str, value: Tensor | Array) -> Array:
-    if not isinstance(value, Tensor):
-        return np.asarray(value)
-    if value.dtype is torch.bfloat16:
-        raise ExportError(
-            f"{name} is bfloat16, which cannot be given to onnxruntime as an array; convert the model first "
-            "(model.float() or model.half())"
-        )
-    array: Array = value.detach().cpu().numpy()
-    return array
 
 
 def require(name: str) -> Any:

@@ -13,20 +13,6 @@ from torch.export import ExportedProgram
 
 from pd2bw_fx.size_range import ANY_SIZE, SizeRange
 
-_ASSUMED = "values go another way than in the trace, at "
-_LONGEST_LINE = 60
-
-
-def assumption(place: str, line: str) -> str:
-    """Returns the message of an assertion that the trace adds: `line` branches as on the example inputs."""
-    shown = (line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}...").replace('"', "'")
-    return f"{_ASSUMED}{place}: {shown}"
-
-
-def is_assumption(message: Any) -> bool:
-    return isinstance(message, str) and message.startswith(_ASSUMED)
-
-
 # Front ends that are tried after another one, and cannot be asked for.
 _SHOWN = {"export-static": "export at the example's sizes"}
 

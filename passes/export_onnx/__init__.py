@@ -19,6 +19,7 @@
     varying         why a stage computes something else in every run
     run             stages run one after another, as modules and as files
     chain           stages run in a process each
+    arrays          tensors as arrays, which onnxruntime takes
     batched         which axis is the batch's
     text            a file in the ONNX text format
 

@@ -9,47 +9,23 @@ from __future__ import annotations
 
 import multiprocessing
 import queue
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from pd2bw_fx.errors import ExportError, InputError
-from pd2bw_fx.onnx_session import Array, open_session, run_failure
+from pd2bw_fx.onnx_session import Array
+from pd2bw_fx.onnx_stage_process import Done, Failure, StageWork, Value, run_stage
 from pd2bw_fx.units import counted
 
 from .batched import batch_place, batch_symbol
 from .run import named_inputs, onnx_manifest, require_batch_size
 
 _POLL_S = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class _Value:
-    """A tensor of one microbatch on its way into a stage, or out of the model."""
-
-    microbatch: int
-    tensor: str
-    array: Array
-
-
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """The error that stopped a stage."""
-
-    stage: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Done:
-    """The last message of a stage's process. A process that ends without it has failed."""
-
-    stage: int
 
 
 def run_onnx_processes(
@@ -75,12 +51,14 @@ def run_onnx_processes(
     leaving = frozenset(entry["tensor"] for entry in manifest["outputs"])
     inboxes = {entry["stage"]: context.Queue() for entry in manifest["stages"]}
     results = context.Queue()
-    workers = {
-        entry["stage"]: context.Process(
-            target=_work, args=(folder, entry, leaving, inboxes, results, len(microbatches)), daemon=True
+    workers = {}
+    for entry in manifest["stages"]:
+        work = StageWork(
+            folder / entry["file"], entry, leaving, len(microbatches), num_threads=torch.get_num_threads()
         )
-        for entry in manifest["stages"]
-    }
+        workers[entry["stage"]] = context.Process(
+            target=run_stage, args=(work, inboxes, results), daemon=True
+        )
     outer = [
         (entry["stage"], port["tensor"])
         for entry in manifest["stages"]
@@ -92,7 +70,7 @@ def run_onnx_processes(
             worker.start()
         for microbatch, tensors in enumerate(microbatches):
             for stage, name in outer:
-                inboxes[stage].put(_Value(microbatch, name, tensors[name]))
+                inboxes[stage].put(Value(microbatch, name, tensors[name]))
         return _joined(manifest, _collected(manifest, microbatches, results, workers))
     finally:
         for worker in workers.values():
@@ -167,9 +145,9 @@ def _collected(
                     "look for a lack of memory, or a script without `if __name__ == '__main__':`"
                 ) from None
             continue
-        if isinstance(message, _Failure):
+        if isinstance(message, Failure):
             raise ExportError(f"stage {message.stage} failed in its process: {message.reason}")
-        if isinstance(message, _Done):
+        if isinstance(message, Done):
             done.add(message.stage)
             continue
         arrived[message.microbatch][message.tensor] = message.array
@@ -188,32 +166,3 @@ def _joined(manifest: Mapping[str, Any], arrived: Sequence[Mapping[str, Array]])
         )
         for entry in manifest["outputs"]
     }
-
-
-def _work(
-    folder: Path,
-    entry: Mapping[str, Any],
-    leaving: frozenset[str],
-    inboxes: Mapping[int, Any],
-    results: Any,
-    num_microbatches: int,
-) -> None:
-    """Runs one stage's microbatches in order, in its process. `leaving` are the model's outputs."""
-    try:
-        session = open_session(folder / entry["file"], f"stage {entry['stage']}")
-        outputs = {port["tensor"]: port for port in entry["outputs"]}
-        needed = {port["tensor"] for port in entry["inputs"]}
-        waiting: dict[int, dict[str, Array]] = defaultdict(dict)
-        for microbatch in range(num_microbatches):
-            while waiting[microbatch].keys() != needed:
-                value = inboxes[entry["stage"]].get()
-                waiting[value.microbatch][value.tensor] = value.array
-            made = session.run(list(outputs), waiting.pop(microbatch))
-            for (name, port), array in zip(outputs.items(), made, strict=True):
-                for target in port["targets"]:
-                    inboxes[target].put(_Value(microbatch, name, array))
-                if name in leaving:
-                    results.put(_Value(microbatch, name, array))
-        results.put(_Done(entry["stage"]))
-    except Exception as error:  # sent to the waiting process, which raises it
-        results.put(_Failure(entry["stage"], run_failure(error)))

@@ -10,7 +10,9 @@ import numpy as np
 from torch import Tensor
 
 from pd2bw_fx.errors import ExportError
-from pd2bw_fx.onnx_session import Array, to_array
+from pd2bw_fx.onnx_session import Array
+
+from .arrays import to_array
 
 # Relative to a tensor's largest entry, since kernels sum in different orders. From exact to coarse.
 _TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}

@@ -22,11 +22,12 @@ from pd2bw_fx.arguments import require_positive, require_whole_number
 from pd2bw_fx.errors import ExportError, InputError
 from pd2bw_fx.files import whole_folder, write_manifest
 from pd2bw_fx.graph import OperatorGraph, dtype_name
-from pd2bw_fx.onnx_session import require, to_array
+from pd2bw_fx.onnx_session import require
 from pd2bw_fx.size_range import ANY_SIZE
 from pd2bw_fx.stage import Port, StageProgram, held_buffers, held_parameters
 
 from .annotate import annotate, check_annotation
+from .arrays import to_array
 from .check import compare, largest
 from .exactness import coarsest, coarsest_behind
 from .examples import any_axis_of_one, batch_size, example_of, examples_of_other_sizes, model_inputs

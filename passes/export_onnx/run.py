@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from pd2bw_fx.errors import ExportError, InputError, PlanMismatchError
 from pd2bw_fx.files import read_manifest
 from pd2bw_fx.modes import has_one_mode
-from pd2bw_fx.onnx_session import Array, first_line, open_session, run_failure, to_array
+from pd2bw_fx.onnx_session import Array, first_line, open_session, run_failure
 from pd2bw_fx.program import set_fast_path
 from pd2bw_fx.size_range import SizeRange
 from pd2bw_fx.stage import StageProgram
 from pd2bw_fx.units import counted
 
+from .arrays import to_array
 from .batched import batch_symbol
 
 KIND = "pd2bw_fx onnx"
@@ -133,7 +134,12 @@ def run_files(
     """
     tensors = dict(inputs)
     for stage in stages:
-        session = open_session(folder / stage["file"], f"stage {stage['stage']}", optimise=optimise)
+        session = open_session(
+            folder / stage["file"],
+            f"stage {stage['stage']}",
+            num_threads=torch.get_num_threads(),
+            optimise=optimise,
+        )
         names = [entry["tensor"] for entry in stage["outputs"]]
         fed = {entry["tensor"]: tensors[entry["tensor"]] for entry in stage["inputs"]}
         try:
@@ -151,7 +157,7 @@ def run_whole(path: Path, inputs: Mapping[str, Array], outputs: Mapping[str, str
 
     `outputs` maps the model's names of its outputs to the file's.
     """
-    session = open_session(path, path.name)
+    session = open_session(path, path.name, num_threads=torch.get_num_threads())
     try:
         results = session.run(list(outputs.values()), dict(inputs))
     except Exception as error:  # onnxruntime's own classes derive from Exception directly

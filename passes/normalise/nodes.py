@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from pd2bw_fx.assumptions import is_assumption
 from pd2bw_fx.drawing import function_draws, layer_draws, operator_draws
 from pd2bw_fx.graph import NOTED_OF_CALLS
 from pd2bw_fx.program import written_by_schema
-from pd2bw_fx.traced import is_assumption
 
 
 def operator_name(node: fx.Node) -> str:

@@ -10,6 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from pd2bw_fx.onnx_model import OnnxModel
 from pd2bw_fx.onnx_session import Array, open_session
 
@@ -40,7 +42,9 @@ def measured_s(model: OnnxModel) -> dict[str, float]:
 
 def _profiled(path: Path, inputs: Mapping[str, Array], run_as: Path | None = None) -> dict[str, float]:
     profile = path.with_suffix(".profile")
-    session = open_session(path, "the model", optimise=False, profile=profile, run_as=run_as)
+    session = open_session(
+        path, "the model", num_threads=torch.get_num_threads(), optimise=False, profile=profile, run_as=run_as
+    )
     for _ in range(1 + _RUNS):
         session.run(None, inputs)
     events: list[dict[str, Any]] = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from pd2bw_fx.errors import ExportError, InputError
 from pd2bw_fx.onnx_session import Array, first_line, open_session
@@ -114,7 +115,7 @@ def run_every_node(model: ir.Model, choices: Sequence[Sequence[_Batch]]) -> Tria
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "whole.onnx"
         ir.save(whole, path, external_data="whole.onnx.data")
-        session = open_session(path, "the model", optimise=False)
+        session = open_session(path, "the model", num_threads=torch.get_num_threads(), optimise=False)
         for examples in choices[:-1]:
             try:
                 return _tried(session, model, examples)

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from pd2bw_fx.traced import assumption
+from pd2bw_fx.assumptions import assumption
 
 from .asked_places import authors_place
 from .constants import constant_number

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch._C import TensorBase
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
 
-from pd2bw_fx.traced import assumption
+from pd2bw_fx.assumptions import assumption
 
 from .asked_places import AskedAt, asked_at, authors
 from .compared_numbers import reporting_number
