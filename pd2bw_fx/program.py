@@ -216,15 +216,15 @@ def training_context() -> Iterator[None]:
 def silence_torch_errors() -> Iterator[None]:
     """Keeps torch from printing the errors that it raises here: our own errors and reports tell them."""
     names = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
-    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
+    were_disabled = {logger: logger.disabled for logger in map(logging.getLogger, names)}
     try:
-        for logger in levels:
-            logger.setLevel(logging.CRITICAL)
+        for logger in were_disabled:
+            logger.disabled = True  # a level would have all loggers of the process look up theirs again
         with redirect_stderr(io.StringIO()):
             yield
     finally:
-        for logger, level in levels.items():
-            logger.setLevel(level)
+        for logger, was_disabled in were_disabled.items():
+            logger.disabled = was_disabled
 
 
 def surrounding_autocast() -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -18,6 +19,10 @@ from pd2bw_fx.runtime.nursery import kept_nursery
 from tests.processes import workers
 from tests.programs.with_backend import choose
 from tests.torchrun import torchrun_of_forks
+
+# pytest would hear it, since it does not propagate. As long as nobody hears it, torch does not describe every
+# size and tensor of an export there, with stacks of calls.
+logging.getLogger("torch.__trace").propagate = True
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -65,7 +65,8 @@ def _loaded(names: Iterable[str]) -> list[ModuleType]:
 def _helpers(files: Sequence[ModuleType]) -> list[ModuleType]:
     """Returns the files whose functions these files use, and those of the same packages."""
     packages = {file.__name__.partition(".")[0] for file in files}
-    names = {name for name in sys.modules if name.partition(".")[0] in packages}
+    inner = tuple(f"{package}." for package in packages)
+    names = {name for name in sys.modules if name in packages or name.startswith(inner)}
     for file in files:
         names |= {value.__module__ or "" for value in vars(file).values() if isinstance(value, FunctionType)}
     own = {file.__name__ for file in files}
