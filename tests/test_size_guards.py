@@ -10,12 +10,17 @@ import pytest
 import sympy
 import torch
 from torch import Tensor, nn
+from torch.utils._sympy.functions import FloorDiv, Mod
 
 import pd2bw_fx
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import TensorSpec
 from pd2bw_fx.passes.trace import trace
-from pd2bw_fx.passes.trace.size_guards import is_for_many_sizes, sizes_where_all_hold
+from pd2bw_fx.passes.trace.size_guards import (
+    is_for_many_sizes,
+    sizes_up_to_an_end,
+    sizes_where_all_hold,
+)
 from pd2bw_fx.runtime.results import evaluation_pieces
 from pd2bw_fx.size_range import SizeRange
 from tests.sized_batches import rows, split
@@ -157,3 +162,53 @@ def test_multiples_say_what_they_are() -> None:
     assert [found.nearest(5) for found in ranges] == [6, 6, 6]
     assert not any(found.is_open or found.is_one_size for found in ranges)
     assert [SizeRange(*found.to_json()) for found in ranges] == ranges  # type: ignore[arg-type]
+
+
+_SIZE = sympy.Symbol("s", positive=True, integer=True)
+
+
+@pytest.mark.parametrize(
+    ("guards", "sizes"),
+    [
+        ([_SIZE <= 12, 96 - 8 * _SIZE >= 2, sympy.Ne(12 - _SIZE, 1)], SizeRange(1, 10)),
+        ([sympy.Ne(_SIZE, 2), sympy.Lt(3 * _SIZE, 20)], SizeRange(3, 6)),
+        ([sympy.Ne(2 * _SIZE, 9)], None),  # holds for all
+        ([sympy.Ne(_SIZE, 4)], None),  # not even for the example's
+        ([FloorDiv(_SIZE, 3) <= 4, FloorDiv(_SIZE, 2) <= _SIZE], SizeRange(1, 14)),
+        ([FloorDiv(_SIZE, 3) >= 1, sympy.Eq(Mod(_SIZE, 2), 0)], SizeRange(4, 4)),
+        ([FloorDiv(_SIZE, 70) <= 10**6, _SIZE <= 9], None),  # ends far away, if it does
+        ([_SIZE * _SIZE <= 30], SizeRange(1, 5)),
+    ],
+)
+def test_guards_that_end_give_the_sizes_up_to_there(guards: list[Any], sizes: SizeRange | None) -> None:
+    assert sizes_up_to_an_end(guards, 4) == sizes
+
+
+class Queue(nn.Module):
+    """Keys of earlier batches, from which this one's take a place each."""
+
+    def __init__(self, is_written: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.is_written = nn.Linear(8, 8), nn.Linear(8, 8), is_written
+        self.register_buffer("queue", torch.linspace(-1, 1, 96).view(8, 12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = self.second(self.first(x).relu())
+        queue: Tensor = self.queue
+        loss = (keys @ queue.clone()).logsumexp(1).mean()
+        with torch.no_grad():
+            if self.is_written:
+                queue[:, -len(x) :] = keys.T
+            else:
+                self.queue = torch.cat([queue[:, len(x) :], keys.T], dim=1)
+        return loss
+
+
+@pytest.mark.parametrize(("is_written", "most"), [(False, 10), (True, 11)])
+def test_a_batch_that_takes_places_of_a_queue_has_an_end(is_written: bool, most: int) -> None:
+    model = Queue(is_written)
+    pipe = split(model, 4)
+
+    assert pipe.graph.batch_sizes == SizeRange(1, most)
+    for count in (3, most):
+        assert pipe.verify(model, example={"x": rows(count)}).exact

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch.export import Dim, ExportedProgram
-from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
 from torch.utils._sympy.numbers import IntInfinity
 
 from pd2bw_fx.errors import Pd2bwError, TraceError
@@ -48,9 +47,15 @@ from .patches.size_answers import SizeAnswers, largest_batch_answered_alike
 from .patches.symbolic_shapes import ignore_example_sizes
 from .patches.while_tracing import while_tracing
 from .program import Program
-from .size_guards import drop_guards_that_hold, sizes_where_all_hold
+from .size_guards import (
+    SMALLEST,
+    bounded_as_suggested,
+    drop_guards_that_hold,
+    sizes_up_to_an_end,
+    sizes_where_all_hold,
+)
 from .source_lines import line_of
-from .torch_messages import BATCH_NAME, BATCH_VIOLATED, SUGGESTED_FIXES
+from .torch_messages import BATCH_NAME, BATCH_VIOLATED
 from .vmap_regions import write_out_vmap
 
 OF_GAMMAS = (
@@ -58,7 +63,6 @@ OF_GAMMAS = (
     "g = Gamma(concentration, torch.ones(())).rsample() it is g / g.sum(-1, keepdim=True)"
 )
 
-_SMALLEST = 2  # torch takes sizes of 0 and 1 for constants
 _NO_END = 2**62  # what torch takes for a bound of a size beyond this is where its numbers end
 _RUNNING_PARTS = {
     "cond": "torch.cond",
@@ -178,10 +182,19 @@ def _with_size_fallbacks(
     try:
         return _retrying_as_uncompiled(program, tensors, shapes)
     except torch._dynamo.exc.UserError as error:  # not imported above: dynamo takes a second
-        if (bounded := _bounded(str(error), shapes)) is not None:
-            return _retrying_as_uncompiled(program, tensors, bounded)
+        if (bounded := bounded_as_suggested(str(error), shapes)) is not None:
+            answers = program.answers
+            try:
+                return _retrying_as_uncompiled(program, tensors, bounded)
+            except torch._dynamo.exc.UserError:
+                program.answers = answers
+                exported = _for_sizes_up_to_an_end(program, tensors, batch_size, lengths)
+                if exported is None:
+                    raise
+                return exported
         if batch_size is not None and not lengths:
-            exported = _for_sizes_of_guards(program, tensors, batch_size)
+            sizes = sizes_where_all_hold(program.answers.guards, batch_size)
+            exported = _for_sizes_of_guards(program, tensors, batch_size, sizes)
             if exported is not None:
                 return exported
         # Torch cannot solve for the batch where a number is made of it by more than a product.
@@ -189,30 +202,47 @@ def _with_size_fallbacks(
         largest = (
             largest_batch_answered_alike(program.answers, batch_size) if batch_size and is_bounded else None
         )
-        if largest is None or largest <= _SMALLEST:
+        if largest is None or largest <= SMALLEST:
             raise
     except AssertionError as error:
         # Nor where a multiple of the batch is bounded.
         if batch_size is None or BATCH_NAME not in str(error):
             raise
-        largest = max(largest_batch_answered_alike(program.answers, batch_size) or batch_size, _SMALLEST + 1)
+        exported = _for_sizes_up_to_an_end(program, tensors, batch_size, lengths)
+        if exported is not None:
+            return exported
+        largest = max(largest_batch_answered_alike(program.answers, batch_size) or batch_size, SMALLEST + 1)
     assert batch_size is not None
     bounded = {"tensors": open_sizes(program.flat, batch_size, lengths, largest)}
     return _retrying_as_uncompiled(program, tensors, bounded)
 
 
-def _for_sizes_of_guards(
-    program: Program, tensors: tuple[torch.Tensor, ...], batch_size: int
+def _for_sizes_up_to_an_end(
+    program: Program,
+    tensors: tuple[torch.Tensor, ...],
+    batch_size: int | None,
+    lengths: Mapping[str, str],
 ) -> ExportedProgram | None:
-    """Exports once more, for all batch sizes that the last trace's guards hold for.
+    """Exports once more, for the batch sizes up to the first one that the last trace's guards forbid."""
+    if batch_size is None or lengths:
+        return None
+    sizes = sizes_up_to_an_end(program.answers.guards, batch_size)
+    if sizes is None or sizes.most is None or sizes.most <= SMALLEST:
+        return None
+    return _for_sizes_of_guards(program, tensors, batch_size, sizes)
 
-    Returns None where no such sizes without an upper end are found, or where torch refuses these too.
+
+def _for_sizes_of_guards(
+    program: Program, tensors: tuple[torch.Tensor, ...], batch_size: int, sizes: SizeRange | None
+) -> ExportedProgram | None:
+    """Exports once more, for the batch sizes that the last trace's guards hold for.
+
+    Returns None where there are none, or where torch refuses these too.
     """
-    answers = program.answers
-    sizes = sizes_where_all_hold(answers.guards, batch_size)
     if sizes is None:
         return None
-    shapes = {"tensors": open_sizes(program.flat, batch_size, {}, least=sizes.least)}
+    answers = program.answers
+    shapes = {"tensors": open_sizes(program.flat, batch_size, {}, sizes.most, least=sizes.least)}
     program.options.multiple_of = sizes.multiple_of
     try:
         with drop_guards_that_hold(sizes):
@@ -281,33 +311,6 @@ def _export_once(program: Program, tensors: tuple[torch.Tensor, ...], shapes: An
     return exported
 
 
-def _bounded(message: str, shapes: Any) -> Any:
-    """Returns the shapes with the bounds that torch suggests, or None where it has none or fixes the batch.
-
-    A table of positions bounds a length, for example, and a condition on the batch bounds the batch.
-    """
-    _, said, fixes = message.partition(SUGGESTED_FIXES)
-    if not said or shapes is None:
-        return None
-    try:
-        bounded: Any = refine_dynamic_shapes_from_suggested_fixes(
-            said + fixes.strip().partition("\n\n")[0], shapes
-        )
-    except Exception:  # torch cannot parse every suggestion of its own
-        return None
-    sizes = [found for found in bounded["tensors"] if found is not None]
-    if not all(type(found[0]) is Dim for found in sizes):
-        return None
-    for found in sizes:
-        found.update({place: _of_two_or_more(size) for place, size in found.items()})
-    return bounded
-
-
-def _of_two_or_more(size: Any) -> Any:
-    """Returns the dimension with our lower bound: torch keeps only the bound that it has found."""
-    return Dim(size.__name__, min=max(size.min, _SMALLEST), max=size.max) if type(size) is Dim else size
-
-
 def batch_sizes(exported: ExportedProgram, batched: Iterable[str], *, multiple_of: int = 1) -> SizeRange:
     """Returns the batch sizes that the program is right for; `batched` are names of placeholders."""
     values = {node.name: node.meta["val"] for node in exported.graph.find_nodes(op="placeholder")}
@@ -317,7 +320,7 @@ def batch_sizes(exported: ExportedProgram, batched: Iterable[str], *, multiple_o
     least = max((int(found.lower) for found in ranges), default=1)
     ends = [int(found.upper) for found in ranges if not isinstance(found.upper, IntInfinity)]
     most = min((end for end in ends if end < _NO_END), default=None)
-    if multiple_of == 1 and least <= _SMALLEST:
+    if multiple_of == 1 and least <= SMALLEST:
         least = 1
     return SizeRange(least, most, multiple_of)
 
@@ -328,9 +331,9 @@ def open_sizes(
     lengths: Mapping[str, str],
     largest: int | None = None,
     *,
-    least: int = _SMALLEST,
+    least: int = SMALLEST,
 ) -> tuple[dict[int, Any] | None, ...]:
-    batch, batched = Dim(BATCH_NAME, min=max(least, _SMALLEST), max=largest), flat.batched(batch_size)
+    batch, batched = Dim(BATCH_NAME, min=max(least, SMALLEST), max=largest), flat.batched(batch_size)
     open_lengths = {name: Dim(name, min=2) for name in lengths.values()}
     return tuple(
         ({0: batch} | ({1: open_lengths[lengths[name]]} if name in lengths else {}))
