@@ -53,6 +53,10 @@ _FILLED = ["a = []", "y = f(x)", "a.append(y)", "y = f(y)", "a.append(y)"]
         (["y = f(x)", "z = f(y)", "w = g([z, y])"], [*_FILLED, "w = g(a)"], False),
         (["y = f(x)", "z = f(y)", "w = y + 0 + z"], [*_FILLED, "w = sum(a)"], True),
         (["y = f(x)", "z = f(y)", "w = z + 0 + y"], [*_FILLED, "w = sum(a)"], False),
+        (["y = f(x)", "z = f(y)", "w = g([z, y])"], [*_FILLED, "b = a[::-1]", "w = g(b)"], True),
+        (["y = f(x)", "z = f(y)", "w = g([z, y, x])"], [*_FILLED, "b = [*a[::-1], x]", "w = g(b)"], True),
+        (["y = f(x)", "z = f(y)", "w = g([z, y, x])"], [*_FILLED, "b = [*a, x]", "w = g(b)"], False),
+        (["b = f(x)", "w = g([x, x])"], ["b = [x, x]", "b = f(x)", "w = g(b)"], False),
     ],
 )
 def test_bodies_compute_the_same_whatever_their_names(

@@ -22,6 +22,7 @@ from .loops.unfold_alike import unfold_alike
 from .naming import element_name, list_returned, result_name
 from .part_writes import PartWrite
 from .parts import name_of_list, names_of_parts
+from .put_away import list_with
 from .scopes import Scope, walk
 from .sizes import Sizes
 from .spell import spell
@@ -163,7 +164,7 @@ class _Draft:
         own = None if line is None else line.of_the_author
         if line is None or own is None:
             return statement
-        place, listed = round_of(line), list_of(own) or list_returned(line) or ""
+        place, listed = round_of(line), list_of(own) or list_returned(line) or list_with(line, named)
         is_pure = place.is_always and self.folding.is_pure(self.position)
         return replace(statement, counter=counter_of(own), listed=listed, round=place, is_pure=is_pure)
 

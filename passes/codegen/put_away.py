@@ -27,15 +27,25 @@ def name_in_list(made: Line, name: str) -> str | None:
     return _name_in_list(made.file, made.number, name)
 
 
-@functools.lru_cache(maxsize=1024)
+def list_with(made: Line, name: str) -> str:
+    """Returns the list that the author puts what is made here, by this name, into; "" where there is none."""
+    held = _held_in(made.file, made.number, name) if name and made.module_of_torch is None else ""
+    return identifier(held) if held else ""
+
+
 def _name_in_list(file: str, number: int, name: str) -> str | None:
+    found = _held_in(file, number, name)
+    one = found.removesuffix("s")
+    is_a_word = len(found) >= _SHORTEST and one != found and one not in name
+    return identifier(one) if is_a_word else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _held_in(file: str, number: int, name: str) -> str:
     for function in _functions(file):
         if function.lineno <= number <= (function.end_lineno or 0):
-            found = next((held for _, held in _following(function, number, name)), "")
-            one = found.removesuffix("s")
-            is_a_word = len(found) >= _SHORTEST and one != found and one not in name
-            return identifier(one) if is_a_word else None
-    return None
+            return next((held for _, held in _following(function, number, name)), "")
+    return ""
 
 
 @functools.lru_cache(maxsize=256)

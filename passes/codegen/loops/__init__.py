@@ -9,6 +9,7 @@ sums.py           additions that are the author's `sum` over members
 rolling.py        loops over numbers: `for t in range(3):`
 rounds.py         what the rounds of such a loop have in common
 counted.py        numbers that change from round to round, as what the loop counts
+given.py          values from before, one after another: `for up, skip in zip(self.ups, skips)`
 last_round.py     a last round whose lines are incomplete, because nobody reads their results
 looped.py         a body with a loop in place of its rounds
 comprehensions.py a loop that only fills a list, in one line

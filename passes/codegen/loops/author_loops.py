@@ -148,20 +148,35 @@ def names_of_members(loop: str) -> Mapping[str, str]:
 
     `loop` is the file and first line of a loop; where that goes over anything else, there are no names.
     """
+    held = _parts_and_names(loop)
+    return {
+        part.attr: identifier(name.id)
+        for part, name in held
+        if isinstance(part, ast.Attribute) and isinstance(name, ast.Name) and name.id != "_"
+    }
+
+
+@functools.lru_cache(maxsize=1024)
+def names_over_lists(loop: str) -> tuple[str, ...]:
+    """Returns the `skip` of `for up, skip in zip(self.ups, skips)`: names for what is no attribute's."""
+    return tuple(
+        identifier(name.id)
+        for part, name in _parts_and_names(loop)
+        if not isinstance(part, ast.Attribute) and not _counts(part) and isinstance(name, ast.Name)
+    )
+
+
+def _parts_and_names(loop: str) -> list[tuple[ast.expr, ast.expr]]:
+    """Returns what a loop goes over, part by part of a `zip`, and its names for each of them."""
     file, _, number = loop.rpartition(":")
     loops = (node for node in ast.walk(parsed(file)) if isinstance(node, ast.For)) if file else ()
     found = next((node for node in loops if str(node.lineno) == number), None)
     if found is None:
-        return {}
+        return []
     over, target = found.iter, found.target
     if isinstance(over, ast.Call) and ast.unparse(over.func) == "enumerate" and isinstance(target, ast.Tuple):
         over, target = over.args[0], target.elts[-1]
     pairs = [(over, target)]
     if isinstance(over, ast.Call) and ast.unparse(over.func) == "zip" and isinstance(target, ast.Tuple):
         pairs = list(zip(over.args, target.elts, strict=False))
-    held = [(part.value if isinstance(part, ast.Subscript) else part, name) for part, name in pairs]
-    return {
-        part.attr: identifier(name.id)
-        for part, name in held
-        if isinstance(part, ast.Attribute) and isinstance(name, ast.Name) and name.id != "_"
-    }
+    return [(part.value if isinstance(part, ast.Subscript) else part, name) for part, name in pairs]

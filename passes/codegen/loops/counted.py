@@ -27,9 +27,9 @@ class Counting:
     is_range: bool = True
 
     def header(self, name: str) -> str:
-        return f"for {name} in {self._over()}:"
+        return f"for {name} in {self.over()}:"
 
-    def _over(self) -> str:
+    def over(self) -> str:
         if not self.tokens:
             return f"range({len(self.values)})"
         if not self.is_range:

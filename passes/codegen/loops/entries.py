@@ -43,6 +43,7 @@ def without_zeros(text: str) -> str:
 
 
 _RETURNS_SEVERAL = re.compile(r"return \w+(?:, \w+)+")
+_IDLE = re.compile(r"(\w+) = \1")
 _APPENDS = re.compile(r"\w+\.append\(")
 _FROM_THE_START = re.compile(rf"{STRING}|(?<=[\[ ]):(?=\d)")
 _FROM_ZERO = re.compile(rf"{STRING}|(?<=[\[ ])0 ?:")
@@ -127,7 +128,13 @@ class BodyLines:
         return found
 
     def _read_alike(self, line: int, other: int) -> bool:
-        """Whether two lines read the same at each place where both read something from outside the body."""
+        """Whether two lines read the same at each place where both read something from outside the body.
+
+        In rounds of the author's loop they may read one after another.
+        """
+        one, another = self.entries[line], self.entries[other]
+        if isinstance(one, Statement) and isinstance(another, Statement) and one.round.loop:
+            return one.round.loop == another.round.loop
         names = self._from_outside[other]
         return all(names.get(at, name) == name for at, name in self._from_outside[line].items())
 
@@ -172,7 +179,8 @@ def with_plain_names(body: Sequence[Entry]) -> list[Entry]:
         if name not in names and plain not in taken:
             names[name] = plain
             taken.add(plain)
-    return [_renamed(entry, names) for entry in body]
+    renamed = (_renamed(entry, names) for entry in body)
+    return [entry for entry in renamed if not (isinstance(entry, Statement) and _IDLE.fullmatch(entry.text))]
 
 
 def _renamed(entry: Entry, names: Mapping[str, str]) -> Entry:

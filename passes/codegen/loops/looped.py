@@ -9,8 +9,10 @@ from dataclasses import replace
 from pd2bw_fx.passes.codegen.layout import WIDTH, Loop, common, free, region_of
 from pd2bw_fx.passes.codegen.written import Statement
 
+from .author_loops import names_of_members
 from .counted import Counting, TokenAt, spelled
 from .entries import Entry
+from .given import Given, header, named_columns
 from .rounds import Rounds
 from .tokens import SUM, Line, Token, line_of, text_of
 
@@ -43,9 +45,20 @@ class Looped:
                 self.renamed[value] = name
             else:
                 self.second.append(f"{name} = {stands}")
+        self.given = self._given()
         self.later = {rounds.values(place)[-1]: name for place, name in self.names.items()}
         self.rows = [list(self._row(line)) for line in range(rounds.length)]
         self.rows[-1] += [line_of(f"{b} = {self.names[place]}").tokens for place, b in self.befores.items()]
+
+    def _given(self) -> dict[TokenAt, Given]:
+        """Names what the rounds read of lists, by place."""
+        rounds = self.rounds
+        columns = rounds.links.given
+        texts = {p: tuple(rounds.name(p, r) for r in range(rounds.number)) for p in columns}
+        own = {listed.name for listed in rounds.listed.values()}
+        own |= {*self.names.values(), *self.befores.values(), *self.renamed.values()}
+        loop, needed = rounds.authors_loop, rounds.needed_beside(columns)
+        return named_columns(columns, texts, loop, rounds.taken | own, needed | own)
 
     def _is_for_rounds_alone(self, value: int | str, place: TokenAt) -> bool:
         """Whether a value from before is read only where rounds read what this place makes."""
@@ -66,7 +79,9 @@ class Looped:
         tokens = list(source.tokens)
         for at, token in enumerate(() if source.is_loop else source.tokens):
             maker = rounds.links.carried.get((line, at))
-            if maker is None:
+            if (line, at) in self.given:
+                tokens[at] = Token("given", self.given[line, at].name)
+            elif maker is None:
                 tokens[at] = self.counted.tokens.get((line, at), token)
             else:
                 before = self.befores.get(maker) if (line, at) in rounds.links.from_before else None
@@ -126,33 +141,47 @@ class Looped:
         rounds = self.rounds
         yield from (Line(self._outside(at), rounds.lines[at].is_loop) for at in range(rounds.start))
         yield from (line_of(text) for text in self._first())
-        for value in self.counted.values:
+        names = {given.name: given.names for given in self.given.values()}
+        for number, value in enumerate(self.counted.values):
             for line, row in enumerate(self.rows):
                 for place, tokens in enumerate(row):
                     is_loop = rounds.lines[rounds.start + line].is_loop and place == 0
-                    yield Line(tuple(token.at(value) for token in tokens), is_loop)
+                    in_round = (
+                        replace(token, kind="name", text=names[token.text][number])
+                        if token.kind == "given"
+                        else token.at(value)
+                        for token in tokens
+                    )
+                    yield Line(tuple(in_round), is_loop)
         later = range(rounds.end, len(rounds.lines))
         yield from (Line(self._outside(at), rounds.lines[at].is_loop) for at in later)
 
     def _first(self) -> list[str]:
-        return [*self.second, *(f"{listed.name} = []" for listed in self.rounds.listed.values())]
+        given = dict.fromkeys(given.statement for given in self.given.values())
+        return [*self.second, *(f"{listed.name} = []" for listed in self.rounds.listed.values()), *given]
 
     def fits(self) -> bool:
-        return len(self.counted.header(self._counter())) < WIDTH - 24
+        return len(self._header()) < WIDTH - 24 and all(given.fits for given in self.given.values())
+
+    def _header(self) -> str:
+        return header(self.counted, self._counter(), list(dict.fromkeys(self.given.values())))
 
     def _counter(self) -> str:
         if not self.counted.tokens:
             return "_"
         if not self.counted.is_range:
-            return free("value", self.rounds.taken)
+            names = list(names_of_members(self.rounds.authors_loop).values())
+            is_new = len(names) == 1 and names[0] not in self.rounds.taken
+            return names[0] if is_new else free("value", self.rounds.taken_for_counters)
         entries = [self.rounds.body[self.rounds.start + line] for line, _ in self.counted.tokens]
         counters = [e.counter for e in entries if isinstance(e, Statement) and e.counter.name]
         counted = set(map(int, self.counted.values))
         wishes = [c.name for c in counters if c.numbers is None or counted.issubset(c.numbers)]
         listed = {entry.name for entry in self.rounds.listed.values()}
+        listed |= {given.name for given in self.given.values()}
         if wishes and wishes[0] not in self.rounds.from_here_on | listed:
             return wishes[0]
-        return free("i", self.rounds.taken)
+        return free("i", self.rounds.taken_for_counters | listed)
 
     def body(self) -> list[Entry]:
         rounds, counter = self.rounds, self._counter()
@@ -167,7 +196,7 @@ class Looped:
                 inside.append(entries[0])
             inside += [Statement(text_of(tokens), region=region) for tokens in row[1:]]
         first = [Statement(text, region=region) for text in self._first()]
-        loop = Loop(self.counted.header(counter), tuple(inside))
+        loop = Loop(self._header(), tuple(inside))
         before = [self._entry(at) for at in range(rounds.start)]
         return [*before, *first, loop, *(self._entry(at) for at in range(rounds.end, len(rounds.body)))]
 

@@ -19,6 +19,7 @@ from pd2bw_fx.passes.codegen.written import Statement
 
 from .comprehensions import as_comprehensions
 from .entries import Entry, entry_text, num_lines
+from .given import with_lists_in_headers
 from .members import rolled
 from .over_members import over_members
 from .rolling import in_rounds
@@ -37,7 +38,8 @@ def rolled_up(body: Sequence[Statement], attributes: Attributes) -> list[Entry]:
         entries = in_rounds(rolled([*zeros, *rest], attributes), attributes)
         if sum(map(num_lines, entries)) <= sum(map(num_lines, found)):
             found = _each_where_it_is_needed(entries[: len(zeros)], entries[len(zeros) :])
-    return over_members(together(as_comprehensions(found, attributes)), attributes)
+    found = over_members(together(as_comprehensions(found, attributes)), attributes)
+    return with_lists_in_headers(found)
 
 
 def _taken_apart(body: Sequence[Statement]) -> tuple[list[Statement], list[Statement]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -51,6 +51,8 @@ class Links:
     from_before: frozenset[TokenAt] = frozenset()
     # Where a round makes what the next one still reads once it has made its own.
     late: frozenset[TokenAt] = frozenset()
+    # A name that reads another value from before all rounds in each round -> these values.
+    given: Mapping[TokenAt, tuple[int | str, ...]] = field(default_factory=dict)
 
 
 class Rounds:
@@ -82,6 +84,8 @@ class Rounds:
         if links is None or listed is None:
             return None
         self.links, self.listed = links, listed
+        if counted is not None and links.given and number == 2:  # any two numbers are on a line
+            return counted if all(token.is_counter for token in counted.tokens.values()) else None
         return counted
 
     def may_end(self, number: int, end: int) -> bool:
@@ -151,12 +155,13 @@ class Rounds:
         """Finds how the names of a round are bound; None where it is not alike in all rounds.
 
         Each name stands for what the same place of all rounds makes, in the round itself or the one before,
-        or for one value from before all rounds.
+        or for one value from before all rounds. In an author's loop, it may be one of these after another.
         """
         carried: dict[TokenAt, TokenAt] = {}
         before: dict[TokenAt, int | str] = {}
         from_before: set[TokenAt] = set()
         late: set[TokenAt] = set()
+        given: dict[TokenAt, tuple[int | str, ...]] = {}
         for line in range(self.length):
             for at in self.flow.values[self.start + line]:
                 values = self.values((line, at))
@@ -164,7 +169,10 @@ class Rounds:
                 last = makers[-1]
                 if last is None:
                     if len(set(values)) > 1:
-                        return None
+                        is_loop = self.lines[self.start + line].is_loop
+                        if any(makers) or is_loop or not self.authors_loop:
+                            return None
+                        given[line, at] = tuple(values)
                     continue
                 made, maker = last
                 back = self.number - 1 - made
@@ -177,7 +185,14 @@ class Rounds:
                 if back:
                     from_before.add((line, at))
                     late |= {maker} if line > maker[0] else set()
-        return Links(carried, before, frozenset(from_before), frozenset(late))
+        return Links(carried, before, frozenset(from_before), frozenset(late), given)
+
+    @property
+    def authors_loop(self) -> str:
+        """The author's loop that all lines of all rounds are of, or ""."""
+        entries = self.body[self.start : self.end]
+        loops = {entry.round.loop for entry in entries if isinstance(entry, Statement)}
+        return loops.pop() if len(loops) == 1 else ""
 
     def _maker(self, value: int | str) -> tuple[int, TokenAt] | None:
         """Returns the round that makes a value, and where; None for a value from before all rounds."""
@@ -222,6 +237,25 @@ class Rounds:
     def from_here_on(self) -> set[str]:
         """The names in the rounds and behind them; any other may be given to something else now."""
         return set[str]().union(*(line.names for line in self.lines[self.start :]))
+
+    @property
+    def taken_for_counters(self) -> set[str]:
+        """The names that no counter may have: what other loops count with is none of them."""
+        beside = set[str]().union(*(line.names - line.bound for line in self.lines))
+        return beside.union(*(line.names for line in self.lines[self.start : self.end]))
+
+    def needed_beside(self, places: Collection[TokenAt]) -> set[str]:
+        """Returns the names in the rounds, without these places of each, and what is read of them later."""
+        found: set[str] = set()
+        for number in range(self.start, self.end):
+            line = (number - self.start) % self.length
+            tokens = enumerate(self.lines[number].tokens)
+            found |= {t.text for at, t in tokens if t.kind == "name" and (line, at) not in places}
+        for number in range(self.end, len(self.lines)):
+            for at, value in self.flow.values[number].items():
+                if not isinstance(value, int) or self.flow.makers[value][0] < self.end:
+                    found.add(self.flow.name(number, at))
+        return found
 
     def makers(self) -> Iterator[TokenAt]:
         """Yields the places where a round makes something."""

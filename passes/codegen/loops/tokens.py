@@ -18,7 +18,8 @@ _TOKEN = re.compile(
 )
 _TARGETS = re.compile(r"[\w, ()]+? = ")
 _ALIAS = re.compile(r"(\w+) = (\w+)")
-_LIST = re.compile(r"(\w+) = \[\]")
+_LIST = re.compile(r"(\w+) = \[(?:(\*?\w+(?:\[::-1\])?(?:, \*?\w+(?:\[::-1\])?)*))?\]")
+_LIST_AGAIN = re.compile(r"(\w+) = (\w+(?:\[::-1\])?)")
 _APPENDED = re.compile(r"(\w+)\.append\((.*)\)")
 REVERSED = "[::-1]"
 SUM = "sum"
@@ -72,6 +73,12 @@ class Line:
         return {token.text for token in self.tokens if token.kind == "name"}
 
     @functools.cached_property
+    def bound(self) -> set[str]:
+        """The names that a loop gives to what it goes over."""
+        text = text_of(self.tokens) if self.is_loop else ""
+        return {name for found in re.findall(r"\bfor ([\w, ]+) in ", text) for name in found.split(", ")}
+
+    @functools.cached_property
     def assigned(self) -> list[str]:
         if self.is_loop:
             lines = "".join(token.text for token in self.tokens).split("\n")
@@ -107,7 +114,7 @@ class Flow:
         stands: dict[str, int | str] = {}
         for number, line in enumerate(self.lines):
             targets, tokens = line.targets, line.tokens
-            names = [at for at, token in enumerate(tokens) if token.kind == "name"]
+            names = [at for at, t in enumerate(tokens) if t.kind == "name" and t.text not in line.bound]
             values = {at: stands.get(tokens[at].text, tokens[at].text) for at in names if at not in targets}
             made = {at: tokens[at].text for at in names if at in targets}
             made |= {-1 - place: name for place, name in enumerate(line.assigned) if line.is_loop}
@@ -132,7 +139,10 @@ def computed(lines: Iterable[Line]) -> Iterator[tuple[object, ...]]:
     for line in lines:
         text = "" if line.is_loop else text_of(line.tokens)
         if (found := _LIST.fullmatch(text)) is not None:
-            lists[found[1]] = []
+            lists[found[1]] = _elements(found[2] or "", stands, lists)
+            continue
+        if (found := _LIST_AGAIN.fullmatch(text)) is not None and found[2].removesuffix(REVERSED) in lists:
+            lists[found[1]] = _elements(f"*{found[2]}", stands, lists)
             continue
         if (found := _ALIAS.fullmatch(text)) is not None:
             stands[found[1]] = stands.get(found[2], found[2])
@@ -150,7 +160,21 @@ def computed(lines: Iterable[Line]) -> Iterator[tuple[object, ...]]:
                 held.append(made)
             else:
                 stands[name] = made
+                lists.pop(name, None)
             made += 1
+
+
+def _elements(text: str, stands: Mapping[str, object], lists: Mapping[str, list[object]]) -> list[object]:
+    """Returns the values of `a, *outs[::-1]` between the brackets of a list."""
+    found: list[object] = []
+    for part in text.split(", ") if text else ():
+        name = part.removeprefix("*").removesuffix(REVERSED)
+        held = lists.get(name) if part.startswith("*") else None
+        if held is None:
+            found.append(stands.get(part, part))
+        else:
+            found += held[::-1] if part.endswith(REVERSED) else held
+    return found
 
 
 def _spelled(line: Line, stands: Mapping[str, object], lists: Mapping[str, list[object]]) -> Iterator[object]:
@@ -164,7 +188,7 @@ def _spelled(line: Line, stands: Mapping[str, object], lists: Mapping[str, list[
         at += 1 if is_starred else 2 if is_summed else 0
         token = tokens[at]
         at += 1
-        if token.kind != "name":
+        if token.kind != "name" or token.text in line.bound:
             yield token.text
         elif token.text not in lists:
             yield "value", stands.get(token.text, token.text)

@@ -1,0 +1,152 @@
+"""Values that the rounds of a loop read one after another, from a list that was there before.
+
+x = self.ups[0](torch.cat([skip_3, x], dim=1))        for up, skip in zip(self.ups, [skip_3, skip_2, skip]):
+x = self.ups[1](torch.cat([skip_2, x], dim=1))   ->       x = up(torch.cat([skip, x], dim=1))
+x = self.ups[2](torch.cat([skip, x], dim=1))
+
+The list stands in a line in front of the loop while other loops are looked for, one of which may fill it;
+then it is `skips[::-1]`. At last it is written in the loop's header.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+
+from pd2bw_fx.passes.codegen.layout import WIDTH, Loop, free
+from pd2bw_fx.passes.codegen.literals import identifier
+from pd2bw_fx.passes.codegen.written import Statement
+
+from .author_loops import names_over_lists
+from .counted import Counting, TokenAt
+from .entries import Entry, entry_text, with_text, without_number
+from .tokens import line_of, text_of
+
+_LONGEST_LIST = 240  # characters
+_A_LIST = re.compile(r"(\w+) = (\[.+\]|\w+(?:\[::-1\])?)")
+_BOUND = re.compile(r"for ([\w, ]+) in ")
+_MARGIN = 12  # of a loop's header
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What rounds read at some places: its name in the loop, the list's name, and the names by round."""
+
+    name: str
+    listed: str
+    names: tuple[str, ...]
+
+    @property
+    def statement(self) -> str:
+        return f"{self.listed} = [{', '.join(self.names)}]"
+
+    @property
+    def fits(self) -> bool:
+        return len(self.statement) <= _LONGEST_LIST
+
+
+def named_columns(
+    columns: Mapping[TokenAt, tuple[int | str, ...]],
+    names: Mapping[TokenAt, tuple[str, ...]],
+    loop: str,
+    taken: Set[str],
+    needed: Set[str],
+) -> dict[TokenAt, Given]:
+    """Names what rounds read, by place: as the author's loop does, if that is known, else after the values.
+
+    Of the names that are `taken`, those that are not `needed` in the loop or behind it may be the author's.
+    """
+    different = list(dict.fromkeys(columns.values()))
+    authors = names_over_lists(loop)
+    wishes = authors if len(authors) == len(different) else ()
+    found: dict[tuple[int | str, ...], Given] = {}
+    used = set(taken)
+    for place, column in columns.items():
+        if column in found:
+            continue
+        plain = Counter(map(without_number, names[place]))
+        wish = wishes[different.index(column)] if wishes else plain.most_common(1)[0][0]
+        is_free = wishes and wish not in needed | {
+            name for each in found.values() for name in (each.name, each.listed)
+        }
+        name = wish if is_free else free(wish, used)
+        listed = free(f"{name}_list", used | {name})
+        used |= {name, listed}
+        found[column] = Given(name, listed, names[place])
+    return {place: found[column] for place, column in columns.items()}
+
+
+def header(counted: Counting, counter: str, given: Sequence[Given]) -> str:
+    """Returns the header of a loop over these lists, beside what it counts."""
+    if not given:
+        return counted.header(counter)
+    names, lists = [each.name for each in given], [each.listed for each in given]
+    if counted.tokens:
+        at = 0 if counted.is_range else len(names)
+        names.insert(at, counter)
+        lists.insert(at, counted.over())
+    over = lists[0] if len(lists) == 1 else f"zip({', '.join(lists)}, strict=True)"
+    return f"for {', '.join(names)} in {over}:"
+
+
+def with_lists_in_headers(entries: Sequence[Entry]) -> list[Entry]:
+    """Writes a list in the header of the loop behind it, where only that reads it and it fits."""
+    found: list[Entry] = []
+    for at, entry in enumerate(entries):
+        if not isinstance(entry, Loop):
+            found.append(entry)
+            continue
+        loop = replace(entry, body=tuple(with_lists_in_headers(entry.body)))
+        while found and isinstance(before := found[-1], Statement):
+            made = _A_LIST.fullmatch(before.text)
+            if made is None or before.place:
+                break
+            name, listed = made.groups()
+            others = "\n".join(map(entry_text, (*entries[at + 1 :], *loop.body)))
+            within = re.sub(rf"\b{name}\b", lambda _, text=listed: text, loop.header)  # type: ignore[misc]
+            if within == loop.header or name in line_of(others).names or len(within) > WIDTH - _MARGIN:
+                break
+            loop = replace(loop, header=within)
+            found.pop()
+        found.append(_with_plain_names(loop, entries[at + 1 :]))
+    return found
+
+
+def _with_plain_names(loop: Loop, later: Sequence[Entry]) -> Loop:
+    """Goes over `k` where it is `k_`, if the other k is needed neither in the loop nor behind it any more."""
+    bound = _BOUND.match(loop.header)
+    for name in bound[1].split(", ") if bound is not None else ():
+        plain = name.removesuffix("_")
+        inside = line_of(entry_text(loop), is_loop=True)
+        if plain in {name, *inside.names} or identifier(plain) != plain or _is_read(plain, later):
+            continue
+        renamed = functools.partial(_renamed, name=name, other=plain)
+        body = tuple(with_text(inner, renamed) for inner in loop.body)
+        loop = replace(loop, header=renamed(loop.header), body=body)
+    return loop
+
+
+def _renamed(text: str, *, name: str, other: str) -> str:
+    tokens = line_of(text).tokens
+    return text_of([replace(t, text=other) if (t.kind, t.text) == ("name", name) else t for t in tokens])
+
+
+def _is_read(name: str, entries: Sequence[Entry]) -> bool:
+    """Whether lines read a name that they have not made themselves."""
+    for entry in entries:
+        if isinstance(entry, Loop):
+            bound, over = _BOUND.match(entry.header), line_of(entry.header.partition(" in ")[2])
+            is_its_own = bound is not None and name in bound[1].split(", ") and name not in over.names
+            if not is_its_own and name in line_of(entry_text(entry)).names:
+                return True
+            continue
+        line = line_of(entry.text)
+        read = (t.text for at, t in enumerate(line.tokens) if t.kind == "name" and at not in line.targets)
+        if name in read:
+            return True
+        if name in line.assigned:
+            return False
+    return False
