@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import pd2bw_fx
+from pd2bw_fx.passes.codegen.loops.rolled_up import from_zero
+from pd2bw_fx.passes.codegen.loops.sums import sum_of_names
 
 
 class Sums(nn.Module):
@@ -80,3 +82,47 @@ def test_a_cut_sum_begins_with_the_part_that_its_first_stage_has() -> None:
 
     assert "return sum(layer(x) for layer in self.layers)" in first.source
     assert "total + " in second.source
+
+
+def test_a_sum_that_counts_its_members_begins_with_zero() -> None:
+    def added(own: Any, x: Tensor) -> Tensor:
+        kept = sum(x[:, i : i + 1] * layer(x) for i, layer in enumerate(own.layers))
+        size = sum(layer.bias.square().sum() for number, layer in enumerate(own.layers) if number != 1)
+        return own.out(kept) * size
+
+    pipe = pd2bw_fx.split(Sums(4, added), torch.randn(4, 8), cluster=1, costs="analytic")
+
+    lines = [line.partition("  # ")[0].strip() for line in pipe.stages[0].source.splitlines()]
+    at = lines.index("kept = 0")
+    assert lines[at + 1 : at + 6] == [
+        "for i, layer in enumerate(self.layers):",
+        "kept = kept + x[:, i : i + 1] * layer(x)",
+        "size = 0",
+        "for value in (0, 2, 3):",
+        "size = size + self.layers[value].bias.square().sum()",
+    ]
+    assert pipe.verify().exact
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("loss = a + 0 + b + c", "loss = sum([a, b, c])"),
+        ("return (a + 0 + b) / 2", "return sum([a, b]) / 2"),
+        ("x = self.out(a + 0 + b + f(c))", "x = self.out(sum([a, b]) + f(c))"),
+        ("x = a + 0 + b * c", "x = a + 0 + b * c"),
+        ("x = a + 0 + f(b)", "x = a + 0 + f(b)"),
+        ("x = 2 * a + 0 + b", "x = 2 * a + 0 + b"),
+        ("x = y.a + 0 + b.c", "x = y.a + 0 + b.c"),
+        ("x = a + 0", "x = a + 0"),
+    ],
+)
+def test_names_are_summed_in_a_list(text: str, wanted: str) -> None:
+    assert sum_of_names(text) == wanted
+
+
+@pytest.mark.parametrize(
+    "text", ["x = a == b + 0", "x = a + b + 0", "x = a - b + 0", "x = -a + 0", "x = a @ b"]
+)
+def test_what_is_no_term_is_not_taken_out_of_a_sum(text: str) -> None:
+    assert from_zero(text) == ("", "", "")

@@ -22,6 +22,7 @@ from .members import rolled
 
 _BEGINS = re.compile(r"(\w+) = (.+?)( \+ 0)( \+ .+)?")
 _ZERO = " + 0 + "
+_NAMES_FROM_ZERO = re.compile(r"(?<![\w.])[A-Za-z_]\w* \+ 0(?: \+ [A-Za-z_]\w*(?![\w.(\[]| [*/@%]))+")
 _MARGIN = 8  # of a method's lines
 _LONGEST_OF_NAMES = 96  # characters of a line that adds up values of other lines
 
@@ -38,6 +39,20 @@ def with_sums(body: Sequence[Statement], attributes: Attributes) -> list[Stateme
         if joined is not None and summed is not None:
             found[at : at + count] = [replace(joined, text=summed)]
     return found
+
+
+def sum_of_names(text: str) -> str:
+    """Writes `a + 0 + b`, the additions of the author's `sum`, as `sum([a, b])` where all of them are names.
+
+    Of other expressions, the list would compute all before it adds the first two.
+    """
+    for found in _NAMES_FROM_ZERO.finditer(text):
+        before, after = text[: found.start()], text[found.end() :]
+        if _may_begin(before) and _may_follow(after):
+            if re.search("(^|[^\\w\\])\ue001])\\($", before) and after.startswith(")"):
+                before, after = before[:-1], after[1:]  # the sum had brackets of its own
+            return f"{before}sum([{', '.join(found[0].replace(' + 0', '').split(' + '))}]){after}"
+    return text
 
 
 def _in_one_line(body: Sequence[Statement], at: int) -> tuple[Statement | None, int]:
