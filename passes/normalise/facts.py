@@ -7,6 +7,7 @@ written in place; a table of operators would be wrong for the next operator.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -20,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.utils import _pytree as pytree
 
 from pd2bw_fx.program import FxProgram, ProgramInterpreter, silence_torch_errors
+from pd2bw_fx.selected_rows import take_selected_rows_for_many
 
 from .nodes import writes
 
@@ -83,8 +85,19 @@ class FakeRun(ProgramInterpreter):
     def run_node(self, n: fx.Node) -> Any:
         try:
             return super().run_node(n)
+        except (
+            RuntimeError
+        ) as error:  # a kernel in C++ asks for sizes as numbers, or fails where there are none
+            with enable_python_dispatcher(), suppress(RuntimeError):
+                return self._run_unasked(n)
+            raise error
+
+    def _run_unasked(self, n: fx.Node) -> Any:
+        """Runs a node, with an answer to what its operator asks of how many rows values select."""
+        try:
+            return super().run_node(n)
         except GuardOnDataDependentSymNode:
-            with enable_python_dispatcher():  # in place of a kernel in C++ that asks for sizes as numbers
+            with take_selected_rows_for_many():
                 return super().run_node(n)
 
     def run_on(self, example: Mapping[str, torch.Tensor]) -> None:

@@ -12,7 +12,10 @@ import torch
 from torch import fx
 from torch.nn.utils.rnn import PackedSequence
 
+from pd2bw_fx import selected_rows
+
 _PACKAGE = Path(__file__).resolve().parent
+_BESIDE = Path(selected_rows.__file__).resolve().parent
 _TORCH = Path(torch.__file__).resolve().parent
 _MAX_LENGTH = 300
 _CONDITION = re.compile(r"\b(if|while|assert|and|or|not)\b")
@@ -97,6 +100,6 @@ def line_of(node: fx.Node) -> str:
 
 @functools.cache
 def is_the_authors(file: str) -> bool:
-    """Whether the file has code of the model, and not of torch or of this pass."""
+    """Whether the file has code of the model, and not of torch, of this pass or of what it uses."""
     parents = Path(file).resolve().parents
-    return _TORCH not in parents and _PACKAGE not in parents
+    return _TORCH not in parents and _PACKAGE not in parents and parents[0] != _BESIDE

@@ -19,6 +19,7 @@ from .checked_values import assert_checked_values
 from .constants import fold_constants
 from .custom_functions import keep_custom_functions
 from .derivatives import trace_derivatives
+from .described_operators import describe_operators_on_selected_rows
 from .fixed_buffers import take_fixed_buffers_for_constants
 from .helper_frames import record_helper_frames
 from .module_moves import skip_no_op_moves
@@ -51,6 +52,7 @@ def while_tracing(program: Program) -> Iterator[None]:
         fold_constants(),
         record_value_names(),
         keep_shapes_symbolic(),
+        describe_operators_on_selected_rows(),
         record_size_answers(program.answers),
         record_guards(program.answers.guards),
         leave_other_flags_alone(),
