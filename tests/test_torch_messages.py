@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributions import Dirichlet
 from torch.export import Dim
 
+from pd2bw_fx.errors import TraceError
+from pd2bw_fx.passes.trace import trace
 from pd2bw_fx.passes.trace.patches.less_work import do_less_work
 from pd2bw_fx.passes.trace.torch_messages import (
     BATCH_NAME,
     BATCH_VIOLATED,
+    NO_NUMPY,
     NO_SIZES_BY_VALUES,
     RULE_REPLACED,
     SAMPLE_DIRICHLET,
@@ -86,6 +91,18 @@ class Draws(nn.Module):
 def test_a_dirichlet_is_refused_by_the_name_of_its_operator() -> None:
     with pytest.raises(Exception, match=SAMPLE_DIRICHLET):
         exported(Draws(), torch.ones(4, 3, requires_grad=True))
+
+
+class Leaves(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.from_numpy(np.exp(x.detach().numpy()))
+
+
+def test_a_tensor_that_numpy_asks_for_is_refused_and_torchs_functions_advised() -> None:
+    with pytest.raises(Exception, match=re.escape(NO_NUMPY)):
+        exported(Leaves(), torch.ones(4, 3))
+    with pytest.raises(TraceError, match="Try: torch's functions in place of numpy's"):
+        trace(Leaves(), (torch.ones(4, 3),), {})
 
 
 def test_a_rule_in_place_of_torchs_own_is_warned_of() -> None:

@@ -11,7 +11,7 @@ from .exported import OF_GAMMAS
 from .patches.conditions import ChoiceError
 from .program import Program
 from .source_lines import chooses_at_random, met_packed_sequences, one_line, source_line
-from .torch_messages import NO_SIZES_BY_VALUES, SAMPLE_DIRICHLET, SIZES_BY_VALUES
+from .torch_messages import NO_NUMPY, NO_SIZES_BY_VALUES, SAMPLE_DIRICHLET, SIZES_BY_VALUES
 
 _AS_EXAMPLE = "pass tracer='export-as-example' if it always goes the same way"
 _ASKING = "if it always goes the same way ask the tensor itself or its item(), as `if x.max() > 1` does"
@@ -29,6 +29,10 @@ _ADVICE_FOR_SELECTIONS = (
     "all entries, with a weight of 0 for some (a mask, torch.where), in place of selecting some or going "
     "through some (x[mask], nonzero), since how many these are depends on values; or have the part of the "
     "model that selects, with all that needs their number, run as it is written (pd2bw_fx.untraced)"
+)
+_ADVICE_FOR_NUMPY = (
+    "torch's functions in place of numpy's, since a trace holds what torch computes alone; or have the part "
+    "of the model that needs numpy, or a loss, run as it is written (pd2bw_fx.untraced)"
 )
 _ADVICE_AT_RANDOM = (
     "without leaving layers out at random (layerdrop=0 or the like; a graph has them all), with inputs that "
@@ -73,6 +77,8 @@ def _advice(program: Program, attempts: _Attempts, tracer: str) -> str:
         return _ADVICE_FOR_PACKED
     if any(SAMPLE_DIRICHLET in str(error) for _, error in attempts):
         return OF_GAMMAS
+    if any(NO_NUMPY in str(error) for _, error in attempts):
+        return _ADVICE_FOR_NUMPY
     if any(chooses_at_random(error) for _, error in attempts):
         return _ADVICE_AT_RANDOM
     if _needs_sizes_by_values(attempts):

@@ -19,6 +19,9 @@ TENSOR_ASSIGNED = "The tensor attribute"
 # The operator that draws from a Beta or Dirichlet. Not found: the error has the usual advice.
 SAMPLE_DIRICHLET = "_sample_dirichlet"
 
+# What the error about a tensor that numpy asks for contains. Not found: the error has the usual advice.
+NO_NUMPY = ".numpy() is not supported"
+
 # How the warning of a rule for vmap that replaces torch's begins. Not found: users see the warning.
 RULE_REPLACED = "Warning only once for all operators"
 
