@@ -334,3 +334,38 @@ def test_arguments_without_a_name_stand_in_the_order_of_the_parameters_too() -> 
 
     assert "def scanned_long(u: Tensor, D: Tensor, z: Tensor) -> Tensor:" in source
     assert "        out = scanned_long(y.transpose(1, 2), self.skip.double(), x.transpose(1, 2))" in source
+
+
+def gated(u: Tensor, k: Tensor, D: Tensor) -> Tensor:
+    y = torch.tanh(u * k).cos()
+    y = torch.sigmoid(y + D).sin()
+    return y * u - k
+
+
+class _Gate(nn.Module):
+    """Both are called with values that their callers name, or do not name at all."""
+
+    def forward(self, x: Tensor, k: Tensor, bias: Tensor) -> Tensor:
+        h = x
+        x = x.relu()
+        mixed = gated(x, h, bias)
+        return gated(scaled(mixed, 0.5), scaled(k, 0.5), bias)
+
+
+class _Gates(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.gate = nn.Linear(8, 24), _Gate()
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.first(x).chunk(3, -1)
+        result: Tensor = self.gate(query.exp(), key, value)
+        return result.mean()
+
+
+def test_parameters_have_the_authors_names_whatever_a_forward_is_given_and_functions_make() -> None:
+    source = _source(_Gates(), torch.randn(3, 8))
+
+    assert "def gated(u: Tensor, k: Tensor, D: Tensor) -> Tensor:" in source
+    assert "        mixed = gated(x, h, bias)" in source
+    assert "        return gated(scaled(mixed), scaled(k), bias)" in source

@@ -178,7 +178,7 @@ def _as_one(scope: Scope, run: _Run, items: Sequence[fx.Node | Scope]) -> _Call 
         return None
     chains = [() if (own := line_at(node, scope.depth)) is None else own.chain for node in nodes]
     lines = tuple(tuple(each.number for each in chain[len(line.chain) :]) for chain in chains)
-    return _Call(_author_call(line, name, _parameters(function)), name, at.file, tuple(nodes), lines)
+    return _Call(_author_call(scope, line, name, _parameters(function)), name, at.file, tuple(nodes), lines)
 
 
 def _is_a_call(graph: OperatorGraph, call: _Call) -> bool:
@@ -301,7 +301,7 @@ def _scope_of(scope: Scope, call: _Call, items: Sequence[fx.Node | Scope]) -> Sc
     )
 
 
-def _author_call(line: Line, name: str, parameters: tuple[str, ...]) -> AuthorCall:
+def _author_call(scope: Scope, line: Line, name: str, parameters: tuple[str, ...]) -> AuthorCall:
     """Finds what the author's calls of a function on a line are given."""
     given_as: dict[str, str] = {}
     unnamed: dict[str, str] = {}
@@ -312,8 +312,10 @@ def _author_call(line: Line, name: str, parameters: tuple[str, ...]) -> AuthorCa
                 given_as.setdefault(value.id if isinstance(value, ast.Name) else value.attr, parameter)
             elif not isinstance(value, ast.Constant):
                 called = value.func if isinstance(value, ast.Call) else None
-                unnamed[parameter] = called.attr if isinstance(called, ast.Attribute) else ""
-    return AuthorCall(line, parameters, given_as, tuple((made, name) for name, made in unnamed.items()))
+                name_of = called.attr if isinstance(called, ast.Attribute) else ""
+                unnamed[parameter] = called.id if isinstance(called, ast.Name) else name_of
+    made = tuple((function, parameter) for parameter, function in unnamed.items())
+    return AuthorCall(line, scope.key, parameters, given_as, made)
 
 
 def _calls_of(statement: ast.stmt | None, name: str) -> list[ast.Call]:

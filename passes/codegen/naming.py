@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import fx, nn
@@ -18,7 +18,7 @@ from .layers import LAYERS_GIVING_TUPLES
 from .literals import identifier
 from .loops.author_loops import NO_ROUND, round_of
 from .outermost import is_outermost_call, is_outermost_operator
-from .scopes import AuthorCall, Line, Scope, line_at, module_calls
+from .scopes import AuthorCall, Line, Scope, line_at, module_calls, passed_to
 from .stage_tree import StageTree
 from .statements import appended_list, calls_one, filled_name, returns_a_list, state_names
 
@@ -269,12 +269,24 @@ def _parameters_given(tree: StageTree, scope: Scope, call: AuthorCall) -> dict[f
     if len(reads) == 1:
         return {reads[0]: call.parameters[0]}
     found = {node: call.given_as.get(_argument_name(tree, scope, node)) for node in reads}
+    for node in reads:
+        parameter = call.given_as.get(passed_to(call.caller, node).name)
+        if found[node] is None and parameter not in found.values():
+            found[node] = parameter
     unknown = sorted(node for node, parameter in found.items() if parameter is None)
     if len(unknown) == len(call.unnamed) == 1:
         ((_, found[unknown[0]]),) = call.unnamed
     elif len(unknown) == len(left := set(call.given_as.values()).difference(found.values())) == 1:
         (found[unknown[0]],) = left
-    return found | matched_with_arguments(unknown, call.unnamed)
+    functions = {node: _function_called(scope, call.line, node) for node in unknown}
+    return found | matched_with_arguments(unknown, call.unnamed, functions)
+
+
+def _function_called(scope: Scope, line: Line, node: fx.Node) -> str:
+    """Returns the function that this line calls to make a value, "" if the value is not from there."""
+    own = line_at(node, scope.depth)
+    chain, outer = () if own is None else own.chain, len(line.chain)
+    return chain[outer].function if len(chain) > outer and chain[:outer] == line.chain else ""
 
 
 def _argument_name(tree: StageTree, scope: Scope, node: fx.Node) -> str:
@@ -298,15 +310,18 @@ def _argument_name(tree: StageTree, scope: Scope, node: fx.Node) -> str:
     return result_name(node, node) if source is None else _argument_name(tree, scope, source)
 
 
-def matched_with_arguments(nodes: Sequence[fx.Node], made: Sequence[tuple[str, str]]) -> dict[fx.Node, str]:
+def matched_with_arguments(
+    nodes: Sequence[fx.Node], made: Sequence[tuple[str, str]], functions: Mapping[fx.Node, str] | None = None
+) -> dict[fx.Node, str]:
     """Matches operators with a call's arguments that make them; both are in the order in which they run.
 
     Of an argument there are the method that its expression calls last, and the parameter that it is given as.
+    `functions` are those of the author's that make the operators, if any do.
     """
     found: dict[fx.Node, str] = {}
     at = 0
     for node in nodes:
-        own = operator_name(node)
+        own = (functions or {}).get(node) or operator_name(node)
         later = (place for place in range(at, len(made)) if _is_called(made[place][0], own))
         place = next(later, None)
         if place is None:

@@ -91,11 +91,13 @@ class Passed:
 class AuthorCall:
     """A call of a function of the author's: the line that it stands on, and the function's parameters.
 
-    `given_as` maps names on the line to the parameters that their values are given as. `unnamed` are the
-    parameters that are given what other expressions make, each behind the method that its expression calls.
+    `caller` is the key of the module's call in which it stands. `given_as` maps names on the line to the
+    parameters that their values are given as. `unnamed` are the parameters that are given what other
+    expressions make, each behind the method or function that its expression calls.
     """
 
     line: Line
+    caller: str
     parameters: tuple[str, ...]
     given_as: Mapping[str, str]
     unnamed: tuple[tuple[str, str], ...]
@@ -147,8 +149,13 @@ class Scope:
         return self._passed(node, RETURNED_AT)
 
     def _passed(self, node: fx.Node, kind: str) -> Passed:
-        known = node.meta.get(kind, {}) if self.function is None else {}
-        return Passed(*known[self.key]) if self.key in known else Passed()
+        return passed_to(self.key, node, kind) if self.function is None else Passed()
+
+
+def passed_to(key: str, node: fx.Node, kind: str = GIVEN_AS) -> Passed:
+    """Returns where the author passes a value to the call of this key, or has it from there."""
+    known = node.meta.get(kind, {})
+    return Passed(*known[key]) if key in known else Passed()
 
 
 def walk(scope: Scope) -> Iterator[Scope]:
