@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -53,6 +54,25 @@ def test_a_tensor_that_the_forward_keeps_is_noted_and_no_fake_one_is_left_behind
 
     assert any("assigns a tensor to last" in note for note in traced.report.notes)
     assert model.last is None
+
+
+NOT_A_NUMBER = torch.nan
+
+
+def test_what_is_no_number_before_and_after_the_forward_has_not_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Unset(nn.Linear):
+        scale, table = NOT_A_NUMBER, np.array([torch.nan, 1.0])
+
+    exports: list[object] = []
+    export = torch.export.export
+    monkeypatch.setattr(torch.export, "export", lambda *a, **k: exports.append(a) or export(*a, **k))
+    model = Unset(2, 2)
+    model.loss = NOT_A_NUMBER
+
+    assert trace(model, (torch.randn(3, 2),)).report.notes == ()
+    assert len(exports) == 1
 
 
 class Angles(nn.Module):

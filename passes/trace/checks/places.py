@@ -206,6 +206,11 @@ def snapshot(value: Any) -> Any:
     return value.tolist() if is_stepped(value) else value
 
 
+def differ(before: Any, after: Any) -> bool:
+    """Returns whether two snapshots of a place differ; what is nan in both does not, unequal as it is."""
+    return before != after and repr(before) != repr(after)
+
+
 @contextmanager
 def keep_outside(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Iterator[None]:
     """Restores numbers and lists outside of the model, such as those of its loss, afterwards.

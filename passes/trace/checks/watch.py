@@ -22,7 +22,7 @@ from torch import fx, nn
 from pd2bw_fx.attributes import is_of_attributes
 from pd2bw_fx.modes import LAYERS_WITH_MODES
 
-from .places import LOSS, PLAIN, Place, is_generator, places_of, snapshot
+from .places import LOSS, PLAIN, Place, differ, is_generator, places_of, snapshot
 from .tensor_attributes import attributes_on
 
 # Autograd functions that torch.library makes of registered operators, and we of custom functions: the trace
@@ -156,7 +156,7 @@ class Watch:
             Change(_attribute(module, path, name), self._attributes[key].get(name), value, module, path)
             for key, (path, module) in known.items()
             for name, value in _plain_attributes(module).items()
-            if key in self._attributes and self._attributes[key].get(name) != value
+            if key in self._attributes and differ(self._attributes[key].get(name), value)
         )
         self._compare_places(model, loss_fn)
 
@@ -166,7 +166,7 @@ class Watch:
             for place, value in places_of(model, loss_fn)
             if (known := self._places.get(place.identity)) is not None
             for before in known[2:]
-            if before != (after := snapshot(value))
+            if differ(before, after := snapshot(value))
         ]
         self.generators = tuple(place.name for place, value, _, _ in changed if is_generator(value))
         self.stepped = tuple(
