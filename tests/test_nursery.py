@@ -207,20 +207,20 @@ def sgd(parameters):
     dist.destroy_process_group = lambda: (time.sleep(1.2), leave())  # longer than from one beat to the next
     return torch.optim.SGD(parameters, lr=0.1)
 
-model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-split = {"cluster": 2, "num_stages": 2, "costs": "analytic", "check": False}
-batch = torch.ones(2, 4), torch.ones(2, 4)
-pipe = pd2bw_fx.split(model, batch[0], loss_fn=torch.nn.MSELoss(), example_targets=batch[1], **split)
+pipe = pd2bw_fx.load({folder!r})
+batch = torch.ones(4, 32), torch.zeros(4, dtype=torch.long)
 pipe.train_local([batch], optimizer=sgd, method="gpipe", microbatches_per_update=1)
 """
 
 
-def test_the_folders_of_a_run_may_have_any_names_and_its_output_may_be_closed(tmp_path: Path) -> None:
+def test_the_folders_of_a_run_may_have_any_names_and_its_output_may_be_closed(
+    mlp_folder: Path, tmp_path: Path
+) -> None:
     temporary, folder = tmp_path / "50%20 für #1", tmp_path / "data"
     temporary.mkdir()
     folder.mkdir()
     (folder / "selectors.py").write_text("raise ImportError('not the one of Python')")
-    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "script.py").write_text(SCRIPT.format(folder=str(mlp_folder)))
 
     finished = subprocess.run(
         ["sh", "-c", f"{sys.executable} ../script.py >&-"],
@@ -235,8 +235,8 @@ def test_the_folders_of_a_run_may_have_any_names_and_its_output_may_be_closed(tm
     assert not list(temporary.iterdir())
 
 
-def test_a_script_that_workers_import_does_not_train_in_them(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
+def test_a_script_that_workers_import_does_not_train_in_them(mlp_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT.format(folder=str(mlp_folder)))
 
     finished = subprocess.run(
         [sys.executable, "-c", "import script"],

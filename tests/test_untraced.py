@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import pd2bw_fx
 from pd2bw_fx import untraced_call
 from pd2bw_fx.errors import ExportError, InputError, TraceError
 from pd2bw_fx.runtime.reference import train_reference
+from tests.forks import Fork
 from tests.torchrun import TIMEOUT_S
 from tests.trained import assert_trained_by_the_rule
 
@@ -276,7 +275,8 @@ def test_a_process_and_a_file_that_do_not_know_it(tmp_path: Path) -> None:
         pipe.export_onnx(tmp_path / "onnx")
 
     pipe.save(tmp_path / "saved")
-    script = (
+    script = tmp_path / "script.py"
+    script.write_text(
         "import torch, pd2bw_fx\n"
         f"pipe = pd2bw_fx.load({str(tmp_path / 'saved')!r})\n"
         "try:\n"
@@ -290,9 +290,7 @@ def test_a_process_and_a_file_that_do_not_know_it(tmp_path: Path) -> None:
         "result = pipe.train_local([batch], optimizer=lambda p: torch.optim.SGD(p, lr=.1))\n"
         "print(len(result.losses))\n"
     )
-    finished = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=TIMEOUT_S
-    )
+    finished = Fork([str(script)]).ended(TIMEOUT_S)
     assert finished.returncode == 0, finished.stderr
     told, num_losses = finished.stdout.splitlines()
     assert "calls 'nearest_row', which is not traced" in told
