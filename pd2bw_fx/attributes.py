@@ -17,6 +17,7 @@ from pd2bw_fx.errors import InputError
 
 _DEEPEST = 4  # levels of objects in objects
 _PLAIN = (Tensor, nn.Parameter)  # others may keep their own parts in attributes
+_WITHOUT_PARTS = frozenset((type(None), bool, int, float, str, *_PLAIN))  # most of a module's attributes
 
 
 @contextmanager
@@ -105,7 +106,8 @@ def _containers(value: Any, seen: set[int], depth: int = 0) -> Iterator[Any]:
     if not isinstance(value, tuple):
         yield value
     for inner in value.values() if isinstance(value, dict) else value:
-        yield from _containers(inner, seen, depth)
+        if type(inner) not in _WITHOUT_PARTS:
+            yield from _containers(inner, seen, depth)
 
 
 def _put_back(held: Any, kept: Any) -> None:

@@ -226,13 +226,13 @@ def test_of_ranks_that_failed_the_first_cause_is_told(tmp_path: Path) -> None:
 
 
 def test_training_goes_on_where_its_reader_has_seen_enough_and_in_any_folder(
-    mlp_folder: Path, tmp_path: Path
+    mlp_in_one: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "selectors.py").write_text("raise ImportError('not the one of Python')")
     (tmp_path / "many.py").write_text(
         "import torch\nbatches = lambda: [(torch.zeros(16, 32), torch.zeros(16, dtype=torch.long))] * 40\n"
     )
-    shutil.copytree(mlp_folder, tmp_path / "saved")
+    shutil.copytree(mlp_in_one, tmp_path / "saved")
     words = "train saved --data many.py:batches --updates 40 -o w.safetensors"
 
     ended = subprocess.run(
