@@ -6,6 +6,10 @@ import torch
 from loop_lines import lines_inside, source_of
 from torch import Tensor, nn
 
+from pd2bw_fx.passes.codegen.layout import Loop
+from pd2bw_fx.passes.codegen.loops.given import with_lists_in_headers
+from pd2bw_fx.passes.codegen.written import Statement
+
 
 class _Levels(nn.Module):
     def __init__(self) -> None:
@@ -82,3 +86,16 @@ def test_loops_that_differ_in_more_than_what_they_go_over_stay_unrolled() -> Non
     source = source_of(Unlike(), torch.randn(3, 8), torch.randn(3, 8))
     assert "x = self.ups[1](torch.cat([b, x], dim=-1))" in source, source  # the author has no loop there
     assert "for " not in source.partition("    def forward")[2].partition("def main")[0], source
+
+
+def test_a_loop_inside_another_takes_no_name_that_the_next_round_reads() -> None:
+    def rounds(first: str) -> Loop:
+        inner = Loop("for k_ in ks:", (Statement("y = f(y, k_)"),))
+        return Loop("for t in range(3):", (Statement(first), inner))
+
+    (reading,) = with_lists_in_headers([rounds("y = f(k)")])
+    (making,) = with_lists_in_headers([rounds("k = f(y)")])
+    assert isinstance(reading, Loop)
+    assert isinstance(making, Loop)
+    assert reading.body[1] == Loop("for k_ in ks:", (Statement("y = f(y, k_)"),))
+    assert making.body[1] == Loop("for k in ks:", (Statement("y = f(y, k)"),))

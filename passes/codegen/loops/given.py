@@ -92,14 +92,19 @@ def header(counted: Counting, counter: str, given: Sequence[Given]) -> str:
     return f"for {', '.join(names)} in {over}:"
 
 
-def with_lists_in_headers(entries: Sequence[Entry]) -> list[Entry]:
-    """Writes a list in the header of the loop behind it, where only that reads it and it fits."""
+def with_lists_in_headers(entries: Sequence[Entry], later: Sequence[Entry] = ()) -> list[Entry]:
+    """Writes a list in the header of the loop behind it, where only that reads it and it fits.
+
+    `later` runs after all entries.
+    """
     found: list[Entry] = []
     for at, entry in enumerate(entries):
         if not isinstance(entry, Loop):
             found.append(entry)
             continue
-        loop = replace(entry, body=tuple(with_lists_in_headers(entry.body)))
+        behind = (*entries[at + 1 :], *later)
+        body = with_lists_in_headers(entry.body, (*entry.body, *behind))  # the next round is behind this one
+        loop = replace(entry, body=tuple(body))
         while found and isinstance(before := found[-1], Statement):
             made = _A_LIST.fullmatch(before.text)
             if made is None or before.place:
@@ -111,7 +116,7 @@ def with_lists_in_headers(entries: Sequence[Entry]) -> list[Entry]:
                 break
             loop = replace(loop, header=within)
             found.pop()
-        found.append(_with_plain_names(loop, entries[at + 1 :]))
+        found.append(_with_plain_names(loop, behind))
     return found
 
 
