@@ -4,6 +4,7 @@ for i in range(4):                                 for i, expert in enumerate(se
     out = out + gates[:, i] * self.experts[i](x)  ->      out = out + gates[:, i] * expert(x)
 
 Beside a list of values it is `for up, skip in zip(self.ups, skips)` or `for i, skip in enumerate(skips)`.
+Where the author counts the members of several lists, so does the loop.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def _over_members(entry: Entry, taken: Set[str], attributes: Attributes) -> Entr
     text = "\n".join(map(entry_text, loop.body))
     lists = set(re.findall(rf"(?<![\w.])self\.([\w.]+)\[{counter}\]", text))
     if len(lists) > 1:
-        return _over_all(loop, taken, attributes)
+        authors = names_of_members(_first_statement(loop).round.loop)
+        counts_itself = not any(path.rpartition(".")[2] in authors for path in lists)
+        return loop if counts_itself else _over_all(loop, taken, attributes)
     held = attributes.container(f"{next(iter(lists))}.0") if len(lists) == 1 else None
     if held is None or not held.is_list or len(held.keys) != int(number):
         return loop
