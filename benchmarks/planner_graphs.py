@@ -5,7 +5,8 @@
     python benchmarks/planner_graphs.py 2bw               # recompute per stage, unlike devices and links
 
 `others` is the best of the rules in `partition/baselines.py` that fits; `equal` is equal blocks with one
-recompute flag, as in the 2BW paper. Seconds are of planning alone, tracing and profiling not counted.
+recompute flag, as in the 2BW paper. Seconds are of planning alone, tracing and profiling not counted:
+`planned` until there is a plan as good as the last one, to the gap that is asked for, `proven` all of them.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from pd2bw_fx.passes.normalise import normalise
 from pd2bw_fx.passes.partition import baselines, partition
 from pd2bw_fx.passes.profile import profile
 from pd2bw_fx.passes.trace import trace
+from pd2bw_fx.plan import Progress
 from pd2bw_fx.problem import Problem
 
 GIB = 2**30
@@ -39,7 +41,7 @@ GPU = Device("cuda:0", memory_bytes=80 * GIB, kind="cuda", flops_per_s=60e12, me
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A problem, and what is asked of the plan: proven to `max_gap` in at most `seconds`."""
+    """A problem, and what is asked of the plan: proven to `max_gap` in `seconds`, at hand in `planned_s`."""
 
     name: str
     problem: Problem
@@ -48,6 +50,7 @@ class Case:
     seconds: float
     recompute: bool | Literal["auto"] = False
     layers: tuple[tuple[str, ...], ...] | None = None
+    planned_s: float | None = None
 
 
 def uniform(num_devices: int, memory_gib: int = 80) -> Cluster:
@@ -101,6 +104,7 @@ def gpt_cases(num_layers: int) -> Iterator[Case]:
             max_gap=0.01,
             seconds=5 if num_devices < 16 else 30,
             layers=layers_of(graph, problem),
+            planned_s=0.5 if num_layers < 96 else 3,
         )
 
 
@@ -157,7 +161,7 @@ def main() -> int:
     unknown = [name for name in options.suites if name not in SUITES]
     if unknown:
         parser.error(f"{unknown[0]!r} is unknown; known are {', '.join(SUITES)}")
-    table = Table("case", "bottleneck", "gap", "seconds", "allowed", "equal", "others", "")
+    table = Table("case", "bottleneck", "gap", "planned", "proven", "allowed", "equal", "others", "")
     failed = 0
     for suite in options.suites or ("gpt24", "branchy"):
         for case in SUITES[suite]():
@@ -169,6 +173,7 @@ def main() -> int:
 
 
 def measure(case: Case, solver: str) -> tuple[list[str], bool]:
+    steps: list[Progress] = []
     plan = partition(
         case.problem,
         case.cluster,
@@ -176,10 +181,14 @@ def measure(case: Case, solver: str) -> tuple[list[str], bool]:
         max_gap=case.max_gap,
         time_limit_s=case.seconds,
         solver=solver,
+        progress=steps.append,
     )
+    as_good = plan.bottleneck_s * (1 + case.max_gap)
+    planned_s = next((step.elapsed_s for step in steps if step.incumbent_s <= as_good), plan.planning_s)
     others = baselines(case.problem, case.cluster, recompute=case.recompute, layers=case.layers)
     fitting = [other.bottleneck_s for other in others if other.fits]
     good = plan.gap <= case.max_gap * 1.001 and plan.planning_s <= case.seconds
+    good &= case.planned_s is None or planned_s <= case.planned_s
     good &= plan.bottleneck_s <= min(fitting, default=float("inf")) * (1 + case.max_gap)
 
     def compared(seconds: float) -> str:
@@ -190,8 +199,9 @@ def measure(case: Case, solver: str) -> tuple[list[str], bool]:
         case.name,
         f"{plan.bottleneck_s * 1e3:.2f} ms",
         f"{plan.gap:.2%}",
+        f"{planned_s:.2f}",
         f"{plan.planning_s:.2f}",
-        f"{case.seconds:g}",
+        f"{case.seconds:g}" if case.planned_s is None else f"{case.planned_s:g}, {case.seconds:g}",
         compared(equal.bottleneck_s) if equal.fits else "does not fit",
         compared(min(fitting)) if fitting else "none fits",
         "ok" if good else "FAILED",
