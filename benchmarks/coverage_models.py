@@ -77,6 +77,10 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "i
 LLAMA = SMALL | {"num_key_value_heads": 2, "max_position_embeddings": 64}
 BERT = SMALL | {"max_position_embeddings": 64}
 _GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0}
+TWO_BLOCKS = {
+    "num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [16, 32],
+    "patch_sizes": [7, 3], "strides": [4, 2], "num_attention_heads": [2, 4], "mlp_ratios": [2, 2],
+}  # fmt: skip
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "batched_mm"}
 
 
@@ -153,10 +157,7 @@ def _detr() -> tuple[nn.Module, dict[str, Any]]:
 
 
 def _segformer() -> tuple[nn.Module, dict[str, Any]]:
-    config = hf.SegformerConfig(
-        num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1], hidden_sizes=[16, 32], patch_sizes=[7, 3],
-        strides=[4, 2], num_attention_heads=[2, 4], mlp_ratios=[2, 2], decoder_hidden_size=16, num_labels=4,
-    )  # fmt: skip
+    config = hf.SegformerConfig(**TWO_BLOCKS, decoder_hidden_size=16, num_labels=4)
     classes = torch.randint(0, 4, (BATCH, 32, 32), generator=torch.Generator().manual_seed(1))
     return hf.SegformerForSemanticSegmentation(config), {"pixel_values": images(32), "labels": classes}
 

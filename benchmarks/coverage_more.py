@@ -6,7 +6,20 @@ from typing import Any
 
 import torch
 import transformers as hf
-from coverage_models import BATCH, BERT, LLAMA, SMALL, WORDS, Build, Case, images, language, vision, words
+from coverage_models import (
+    BATCH,
+    BERT,
+    LLAMA,
+    SMALL,
+    TWO_BLOCKS,
+    WORDS,
+    Build,
+    Case,
+    images,
+    language,
+    vision,
+    words,
+)
 from torch import nn
 
 _DECODERS = {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}
@@ -70,17 +83,7 @@ def _sound(model: str, config: Any, **config_kwargs: Any) -> Build:
 
 
 def _depths() -> tuple[nn.Module, dict[str, Any]]:
-    config = hf.GLPNConfig(
-        num_encoder_blocks=2,
-        depths=[1, 1],
-        sr_ratios=[2, 1],
-        hidden_sizes=[16, 32],
-        patch_sizes=[7, 3],
-        strides=[4, 2],
-        num_attention_heads=[2, 4],
-        mlp_ratios=[2, 2],
-        decoder_hidden_size=16,
-    )
+    config = hf.GLPNConfig(**TWO_BLOCKS, decoder_hidden_size=16)
     return hf.GLPNForDepthEstimation(config), {"pixel_values": images(32)}
 
 
@@ -244,14 +247,7 @@ MORE = (
             "PvtV2ForImageClassification",
             hf.PvtV2Config,
             image_size=32,
-            num_encoder_blocks=2,
-            depths=[1, 1],
-            sr_ratios=[2, 1],
-            hidden_sizes=[16, 32],
-            patch_sizes=[7, 3],
-            strides=[4, 2],
-            num_attention_heads=[1, 2],
-            mlp_ratios=[2, 2],
+            **TWO_BLOCKS,
         ),
     ),
     Case(
