@@ -56,14 +56,16 @@ _MODULES: dict[str, types.ModuleType] = {"math": math, "torch": torch, "nn": nn,
 # What a person may write for them.
 _LONG_NAMES = {("torch", "nn", "functional"): "F", ("nn", "functional"): "F", ("torch", "nn"): "nn"}
 # Their public functions are allowed, as those of F are.
+_ON_THE_WAY = {"torch.ops", "nn.utils", "nn.utils.parametrizations"}  # some of what they have is allowed
 _OF_FUNCTIONS = {"torch.fft", "torch.linalg", "torch.special", "nn.init"}
 _OF_TORCH = frozenset({
-    "torch._assert_async", "torch.autocast", "torch.device", "torch.enable_grad", "torch.finfo",
-    "torch.get_autocast_dtype", "torch.get_default_device", "torch.get_default_dtype", "torch.iinfo",
-    "torch.inf", "torch.is_autocast_enabled", "torch.is_grad_enabled", "torch.is_tensor", "torch.nan",
-    "torch.no_grad", "torch.pi", "torch.set_grad_enabled", "torch.Size", "torch.sym_float", "torch.sym_int",
-    "torch.sym_ite", "torch.sym_max", "torch.sym_min", "torch.sym_not", "torch.sym_sqrt", "torch.sym_sum",
-    "torch.Tensor",
+    "nn.utils.parametrizations.spectral_norm", "nn.utils.parametrizations.weight_norm",
+    "torch._assert_async", "torch._weight_norm", "torch.autocast", "torch.device", "torch.enable_grad",
+    "torch.finfo", "torch.get_autocast_dtype", "torch.get_default_device", "torch.get_default_dtype",
+    "torch.iinfo", "torch.inf", "torch.is_autocast_enabled", "torch.is_grad_enabled", "torch.is_tensor",
+    "torch.nan", "torch.no_grad", "torch.pi", "torch.set_grad_enabled", "torch.Size", "torch.sym_float",
+    "torch.sym_int", "torch.sym_ite", "torch.sym_max", "torch.sym_min", "torch.sym_not", "torch.sym_sqrt",
+    "torch.sym_sum", "torch.Tensor",
 })  # fmt: skip
 _COMPUTING = frozenset({*dir(torch._C._VariableFunctions), *torch.functional.__all__})  # torch.add, ..
 _FILES = {"from_file", "save"}  # operators of aten, too
@@ -186,7 +188,7 @@ def _dotted_fault(names: list[str]) -> str | None:
             return next(filter(None, map(_attribute_fault, names[position:])), None)
         path, reached = f"{path}.{name}", getattr(reached, name, None)
         if isinstance(reached, types.ModuleType):
-            if path not in _OF_FUNCTIONS | {"torch.ops"}:
+            if path not in _OF_FUNCTIONS | _ON_THE_WAY:
                 return f"the module '{path}'"
         elif not _is_for_stages(path, reached):
             return f"'{path}'"
@@ -203,7 +205,9 @@ def _is_for_stages(path: str, value: object) -> bool:
         return isinstance(value, torch.dtype | torch.layout | torch.memory_format) or name in _COMPUTING
     if module == "nn":
         return isinstance(value, type) and issubclass(value, nn.Module | Tensor)
-    return isinstance(value, types.FunctionType | types.BuiltinFunctionType)
+    return module in _OF_FUNCTIONS | {"F", "math"} and isinstance(
+        value, types.FunctionType | types.BuiltinFunctionType
+    )
 
 
 def _operator_fault(names: list[str]) -> str | None:

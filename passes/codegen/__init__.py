@@ -49,6 +49,7 @@ Classes and the file:
     attributes.py      what __init__ builds, and how methods refer to it
     template.py        what builds a module or tensor, with its constants open
     layers.py          layers of torch.nn with their arguments
+    normed_layers.py   those whose weight is normed
     custom.py          custom autograd functions as classes
     layout.py          lines as ruff format lays them out
     breaking.py        where a long expression is broken

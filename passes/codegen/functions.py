@@ -237,5 +237,6 @@ FUNCTIONS: dict[str, Special] = SPATIAL | {
     "cdist": _cdist,
     "stft.default": _stft,
     "tensordot": _tensordot,
+    "_weight_norm": _named("torch._weight_norm"),  # as torch's own weight_norm calls it
 }
 """By the operator's name, or by it and its overload's where others have other operands."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from pd2bw_fx.graph import dtype_name
 from pd2bw_fx.modes import LAYERS_WITH_MODES
 
 from .literals import are_numbered, is_plain_name
+from .normed_layers import changes_its_norm, layer_in, norm_of, normed, with_norm
 from .template import NO_DEFAULT, Call, Fixed, Leaf, Part, Template
 
 # Layers whose forward takes one tensor and gives one (recurrent ones: with their states; attention: see
@@ -61,18 +63,17 @@ _RECURRENT = ("input_size", "hidden_size", "num_layers", "bias", "batch_first", 
 def is_layer(module: nn.Module, *, training: bool) -> bool:
     """Whether a module is exactly a layer of torch.nn as its constructor makes it, in the model's mode.
 
-    A subclass, a hook, a parametrisation or a forward of the instance's own would compute something else.
-    Stages are built in training mode, so a layer that depends on the mode does not qualify in a model that
-    was traced in evaluation mode.
+    A subclass, a hook, a parametrisation other than those of normed_layers.py, or a forward of the instance's
+    own would compute something else. Stages are built in training mode, so a layer that depends on the mode
+    does not qualify in a model that was traced in evaluation mode.
     """
     return (
         _kind(module) in _LAYERS + LAYERS_OF_TWO
-        and module.training == training
-        and (training or not isinstance(module, LAYERS_WITH_MODES))
+        and all(part.training == training for part in module.modules())
+        and (training or not (isinstance(module, LAYERS_WITH_MODES) or changes_its_norm(module)))
         and "forward" not in vars(module)
         and not getattr(module, "return_indices", False)
-        and not any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks))
-        and not hasattr(module, "parametrizations")
+        and not any(p._forward_hooks or p._forward_pre_hooks or p._backward_hooks for p in module.modules())
         and _has_its_own_weights(module)
         and _has_the_sizes_it_says(module)
         and not (type(module) in LAYERS_OF_TWO and next(module.buffers(), None) is not None)
@@ -81,7 +82,7 @@ def is_layer(module: nn.Module, *, training: bool) -> bool:
 
 def _kind(module: nn.Module) -> type[nn.Module]:
     """Returns the layer's class; a class that torch only marks a layer with is that of the layer."""
-    kind = type(module)
+    kind = layer_in(module)
     return nn.Linear if kind is nn.modules.linear.NonDynamicallyQuantizableLinear else kind
 
 
@@ -125,6 +126,8 @@ def _has_its_own_weights(module: nn.Module) -> bool:
         return False
     if isinstance(module, nn.MultiheadAttention):
         return _attends_as_built(module)
+    if norm_of(module) is not None:
+        return isinstance(module, _WITH_WEIGHT)
     held = {name for name, parameter in module._parameters.items() if parameter is not None}
     if isinstance(module, nn.RNNBase):
         return held == set(module._flat_weights_names)
@@ -167,14 +170,15 @@ def _has_the_sizes_it_says(module: nn.Module) -> bool:
     given = {name: value for name, value, _ in _arguments(module)}
     try:
         with warnings.catch_warnings(action="ignore"):  # torch warned when the model was built
-            return _sizes_held(type(module)(**given, device="meta")) == sizes
+            built = with_norm(layer_in(module)(**given, device="meta"), module)
     except Exception:  # the constructor refuses arguments that were changed later
         return False
+    return _sizes_held(built) == sizes
 
 
 def _sizes_held(module: nn.Module) -> dict[str, torch.Size]:
-    held = {**module._parameters, **module._buffers}
-    return {name: tensor.shape for name, tensor in held.items() if tensor is not None}
+    named = itertools.chain(module.named_parameters(), module.named_buffers())
+    return {name: tensor.shape for name, tensor in named}
 
 
 def constructor(module: nn.Module) -> Call:
@@ -186,7 +190,7 @@ def constructor(module: nn.Module) -> Call:
     dtype = next(kinds, torch.float32)
     if dtype != torch.float32:
         parts.append(Part(Fixed(f"torch.{dtype_name(dtype)}"), "dtype", by_name=True))
-    return Call(f"nn.{_kind(module).__name__}", tuple(parts))
+    return normed(Call(f"nn.{_kind(module).__name__}", tuple(parts)), module)
 
 
 def sequential(members: Mapping[str, Template]) -> Call:
@@ -221,7 +225,7 @@ def _arguments(module: nn.Module) -> list[tuple[str, Any, Any]]:
 
 def _by_signature(module: nn.Module) -> list[tuple[str, Any, Any]]:
     found = []
-    for argument, parameter in inspect.signature(type(module)).parameters.items():
+    for argument, parameter in inspect.signature(layer_in(module)).parameters.items():
         if argument in ("device", "dtype", "inplace") or argument.startswith("_"):
             continue
         if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):

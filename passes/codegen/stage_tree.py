@@ -30,6 +30,7 @@ from .calls import (
 from .cut import Cut, is_number, is_size, size_symbol, spec_of, tensors_read, times_size
 from .layer_calls import takes_and_gives_what_the_layer_does
 from .layers import has_other_numbers, is_idle, is_in_evaluation, is_layer, is_sequential
+from .normed_layers import changes_its_norm, is_normed_as_built
 from .numbers import numbers
 from .scopes import Scope, lift, module_calls, rename, walk
 from .unread_results import LAYERS_OF_TORCH, returned_unread
@@ -108,7 +109,13 @@ class StageTree:
         """Collects the calls of modules all of whose calls can be printed as a layer's."""
         calls = [scope for scope in walk(self.root) if scope.function is None]
         others = {scope.path for scope in calls if not self._is_layer(scope)}
-        return {id(scope) for scope in calls if scope.path not in others}
+        layers = [scope for scope in calls if scope.path not in others]
+        inside = {id(inner) for scope in layers for inner in walk(scope)}
+        outside = [scope.path for scope in calls if id(scope) not in inside]
+        layers = [s for s in layers if not any(path.startswith(f"{s.path}.") for path in outside)]
+        for scope in layers:
+            scope.items = [*scope.nodes]  # the calls inside it are the layer's own affair
+        return {id(scope) for scope in layers}
 
     def is_whole(self, scope: Scope) -> bool:
         """Whether all operators of a call are in this stage."""
@@ -343,8 +350,9 @@ class StageTree:
             return False
         if any(module is changing for changing in self.graph.changing):
             return False  # the attributes that it was called with are gone
-        inner = [item for item in scope.items if isinstance(item, Scope)]
-        if any(item.path != scope.path for item in inner) or any(map(copies_a_weight, scope.nodes)):
+        if not is_normed_as_built(scope, module):
+            return False
+        if any(map(copies_a_weight, scope.nodes)) and not changes_its_norm(module):
             return False
         if module.training and any(map(is_in_evaluation, scope.nodes)):
             return False  # the forward has put it in that mode for this call

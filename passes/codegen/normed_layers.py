@@ -1,0 +1,96 @@
+"""Layers whose weight torch.nn.utils.parametrizations norms: weight_norm(nn.Conv1d(80, 512, 7), dim=2).
+
+Other parametrisations, several of them, or those of a bias, are printed as what they compute.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.utils import parametrizations, parametrize
+
+from .scopes import Scope
+from .template import Call, Leaf, Part
+
+_WEIGHTS = "parametrizations.weight"  # where a normed layer holds what its weight is computed from
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_ATEN = torch.ops.aten
+
+
+def norm_of(module: nn.Module) -> nn.Module | None:
+    """Returns what norms the weight of a layer, if nothing else about the layer is parametrised."""
+    found = vars(module).get("_modules", {}).get("parametrizations")
+    if not isinstance(found, nn.ModuleDict) or list(found) != ["weight"]:
+        return None
+    held: Any = found["weight"]
+    kinds = (parametrizations._WeightNorm, parametrizations._SpectralNorm)
+    if type(held) is not parametrize.ParametrizationList or len(held) != 1:
+        return None
+    return held[0] if type(held[0]) in kinds else None
+
+
+def layer_in(module: nn.Module) -> type[nn.Module]:
+    """Returns the class of a layer, which is another one while its weight is normed."""
+    return type(module) if norm_of(module) is None else parametrize.type_before_parametrizations(module)
+
+
+def changes_its_norm(module: nn.Module) -> bool:
+    """Whether each call in training, and none in evaluation, brings the norm nearer to what it should be."""
+    return isinstance(norm_of(module), parametrizations._SpectralNorm)
+
+
+def with_norm(layer: nn.Module, module: nn.Module) -> nn.Module:
+    """Returns a new layer with the norm of another one of its class."""
+    norm = norm_of(module)
+    if norm is None:
+        return layer
+    options = {name: value for name, value, _ in _options(norm, module)}
+    normed: nn.Module = getattr(parametrizations, _name(norm))(layer, **options)
+    return normed
+
+
+def normed(layer: Call, module: nn.Module) -> Call:
+    """Returns the source of a layer with the norm of its weight."""
+    norm = norm_of(module)
+    if norm is None:
+        return layer
+    options = [
+        Part(Leaf(name, value), name, default, by_name=True)
+        for name, value, default in _options(norm, module)
+    ]
+    return Call(f"nn.utils.parametrizations.{_name(norm)}", (Part(layer), *options))
+
+
+def is_normed_as_built(call: Scope, module: nn.Module) -> bool:
+    """Whether a call computes the weight once, as the layer does; torch can keep it for several calls."""
+    norm = norm_of(module)
+    if norm is None:
+        return not any(isinstance(item, Scope) and item.path != call.path for item in call.items)
+    within = f"{call.path}.{_WEIGHTS}"
+    if [item.path for item in call.items if isinstance(item, Scope)] != [within]:
+        return False
+    if isinstance(norm, parametrizations._WeightNorm):
+        return _count(call, _ATEN._weight_norm.default) == 1
+    iterations = getattr(norm, "n_power_iterations", 0)  # a single row of weights needs none
+    return _count(call, _ATEN.vdot.default) == bool(iterations) and _count(call, _ATEN.mv.default) == (
+        2 * iterations + 1 if iterations else 0
+    )
+
+
+def _count(call: Scope, operator: torch._ops.OpOverload) -> int:
+    return sum(isinstance(node, fx.Node) and node.target is operator for node in call.nodes)
+
+
+def _name(norm: nn.Module) -> str:
+    return "weight_norm" if isinstance(norm, parametrizations._WeightNorm) else "spectral_norm"
+
+
+def _options(norm: nn.Module, module: nn.Module) -> list[tuple[str, Any, Any]]:
+    """Lists what the norm is given, with names and defaults."""
+    if isinstance(norm, parametrizations._WeightNorm):
+        return [("dim", None if norm.dim == -1 else norm.dim, 0)]
+    usual = 1 if isinstance(module, _TRANSPOSED) else 0
+    found = [("n_power_iterations", getattr(norm, "n_power_iterations", 1), 1), ("eps", norm.eps, 1e-12)]
+    return [*found, ("dim", norm.dim, usual)]
