@@ -38,6 +38,9 @@ _IMPORTS = {
     "from torch.nn import functional as F",
     "from torch import Tensor",
     "from torch import Tensor, nn",
+    "from torch.nn.utils.parametrizations import spectral_norm",
+    "from torch.nn.utils.parametrizations import spectral_norm, weight_norm",
+    "from torch.nn.utils.parametrizations import weight_norm",
 }
 _NODES: tuple[type[ast.AST], ...] = (
     ast.Module, ast.Import, ast.ImportFrom, ast.alias, ast.ClassDef, ast.FunctionDef, ast.arguments, ast.arg,
@@ -56,10 +59,8 @@ _MODULES: dict[str, types.ModuleType] = {"math": math, "torch": torch, "nn": nn,
 # What a person may write for them.
 _LONG_NAMES = {("torch", "nn", "functional"): "F", ("nn", "functional"): "F", ("torch", "nn"): "nn"}
 # Their public functions are allowed, as those of F are.
-_ON_THE_WAY = {"torch.ops", "nn.utils", "nn.utils.parametrizations"}  # some of what they have is allowed
 _OF_FUNCTIONS = {"torch.fft", "torch.linalg", "torch.special", "nn.init"}
 _OF_TORCH = frozenset({
-    "nn.utils.parametrizations.spectral_norm", "nn.utils.parametrizations.weight_norm",
     "torch._assert_async", "torch._weight_norm", "torch.autocast", "torch.device", "torch.enable_grad",
     "torch.finfo", "torch.get_autocast_dtype", "torch.get_default_device", "torch.get_default_dtype",
     "torch.iinfo", "torch.inf", "torch.is_autocast_enabled", "torch.is_grad_enabled", "torch.is_tensor",
@@ -188,7 +189,7 @@ def _dotted_fault(names: list[str]) -> str | None:
             return next(filter(None, map(_attribute_fault, names[position:])), None)
         path, reached = f"{path}.{name}", getattr(reached, name, None)
         if isinstance(reached, types.ModuleType):
-            if path not in _OF_FUNCTIONS | _ON_THE_WAY:
+            if path not in _OF_FUNCTIONS | {"torch.ops"}:
                 return f"the module '{path}'"
         elif not _is_for_stages(path, reached):
             return f"'{path}'"
@@ -205,9 +206,7 @@ def _is_for_stages(path: str, value: object) -> bool:
         return isinstance(value, torch.dtype | torch.layout | torch.memory_format) or name in _COMPUTING
     if module == "nn":
         return isinstance(value, type) and issubclass(value, nn.Module | Tensor)
-    return module in _OF_FUNCTIONS | {"F", "math"} and isinstance(
-        value, types.FunctionType | types.BuiltinFunctionType
-    )
+    return isinstance(value, types.FunctionType | types.BuiltinFunctionType)
 
 
 def _operator_fault(names: list[str]) -> str | None:
@@ -232,7 +231,7 @@ def _getattr_fault(node: ast.Call) -> str | None:
 
 
 def _defined_names(tree: ast.Module) -> set[str]:
-    defined = {"Tensor", "OrderedDict", "self"}
+    defined = {"Tensor", "OrderedDict", "self", "spectral_norm", "weight_norm"}
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             defined.add(node.name)

@@ -62,12 +62,12 @@ def test_norms_are_called_as_their_author_called_them() -> None:
     pipe = pd2bw_fx.split(Normed(), WORDS, cluster=1, costs="analytic")
     source = pipe.stages[0].source
     for line in (
-        "self.table = nn.utils.parametrizations.spectral_norm(nn.Embedding(10, 8))",
+        "self.table = spectral_norm(nn.Embedding(10, 8))",
         "weight_norm(nn.Conv1d(8, 8, 3, padding=1, bias=False), dim=2)",
         "nn.ConvTranspose1d(8, 8, 3, padding=1), n_power_iterations=3",
-        "self.up2 = nn.utils.parametrizations.weight_norm(nn.ConvTranspose1d(8, 8, 3, padding=1), dim=1)",
-        "self.mix = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8), dim=None)",
-        "nn.utils.parametrizations.spectral_norm(nn.Linear(8, 3), eps=1e-6)",
+        "self.up2 = weight_norm(nn.ConvTranspose1d(8, 8, 3, padding=1), dim=1)",
+        "self.mix = weight_norm(nn.Linear(8, 8), dim=None)",
+        "spectral_norm(nn.Linear(8, 3), eps=1e-6)",
     ):
         assert line in source
     assert source.count("class ") == 1
@@ -108,7 +108,7 @@ def test_a_model_in_evaluation_has_what_its_norms_compute_there() -> None:
     source = pipe.stages[0].source
 
     assert "weight_norm(nn.Linear(8, 8), dim=None)" in source
-    assert "parametrizations.spectral_norm(" not in source
+    assert "spectral_norm(" not in source
     assert pipe.verify().exact
 
 

@@ -66,8 +66,6 @@ def test_what_nn_f_and_math_have_may_be_written_out(written: str) -> None:
         ("x / 2", "F.importlib.import_module('os')", "the module 'F.importlib'"),
         ("x / 2", "torch.nn.functional.importlib.import_module('os')", "the module 'F.importlib'"),
         ("x / 2", "nn.functional.torch.load(x)", "the module 'F.torch'"),
-        ("x / 2", "nn.utils.vector_to_parameters(x, [])", "'nn.utils.vector_to_parameters'"),
-        ("x / 2", "nn.utils.parametrizations.torch.load(x)", "the module 'nn.utils.parametrizations.torch'"),
         ("x / 2", "getattr(torch.nn, 'Module')", "the module 'nn' by itself"),
         ("x / 2", "[torch][0].load(x)", "the module 'torch' by itself"),
         ("x / 2", "[torch.ops][0].load_library(x)", "the module 'torch.ops' by itself"),

@@ -16,7 +16,7 @@ from .classes import ClassText
 from .custom import class_of
 from .cut_reason import cut_reason
 from .layout import WIDTH, laid_out
-from .literals import MAIN, plain
+from .literals import MAIN, NORMS, plain
 from .write import StageWriter, docstring
 
 _MOST_NAMED = 4  # what a stage gives; more is gone through in a loop
@@ -142,7 +142,10 @@ def _imports(body: str) -> str:
     lines = [*standard, "", *lines] if standard else lines
     lines += ["import torch.nn.functional as F"] if "F" in used else []
     names = [name for name in ("Tensor", "nn") if name in used]
-    return "\n".join([*lines, f"from torch import {', '.join(names)}"])
+    lines.append(f"from torch import {', '.join(names)}")
+    norms = [name for name in NORMS if name in used]
+    lines += [f"from torch.nn.utils.parametrizations import {', '.join(norms)}"] if norms else []
+    return "\n".join(lines)
 
 
 def _classes(writer: StageWriter) -> list[str]:

@@ -18,6 +18,7 @@ from pd2bw_fx.source_check import WAYS_OUT
 from .limits import limit_of_a_type
 
 MAIN = "main"  # the function that tries a stage out
+NORMS = ("spectral_norm", "weight_norm")  # of torch.nn.utils.parametrizations (normed_layers.py)
 # Matches a string as `quoted` writes it, in patterns that must skip strings.
 STRING = r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'"""
 _RESERVED = frozenset(
@@ -32,6 +33,7 @@ _RESERVED = frozenset(
         "Tensor",
         "OrderedDict",
         "math",
+        *NORMS,
     }
 )
 

@@ -60,7 +60,7 @@ def normed(layer: Call, module: nn.Module) -> Call:
         Part(Leaf(name, value), name, default, by_name=True)
         for name, value, default in _options(norm, module)
     ]
-    return Call(f"nn.utils.parametrizations.{_name(norm)}", (Part(layer), *options))
+    return Call(_name(norm), (Part(layer), *options))
 
 
 def is_normed_as_built(call: Scope, module: nn.Module) -> bool:
