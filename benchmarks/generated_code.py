@@ -41,6 +41,7 @@ and a test checks that it is current. What to look at:
   over numbers (steps of time, a layer that is used repeatedly), which a trace unrolls, is a loop again, with
   the lists that it fills or goes over (the skips of a U-Net).
 - Layers of torch.nn are called as layers, nn.MultiheadAttention among them, wherever no cut divides them.
+  They may have a norm: `self.conv = weight_norm(nn.Conv1d(80, 512, 7))`.
 - Masks and positions are computed here rather than sent, and labels are an input of the stage itself.
 - No batch size and no device is written down: both are read from the inputs. A size that a forward reads
   often has its name in the comments there: `batch = hidden_states.shape[0]`.
