@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from pd2bw_fx.errors import Pd2bwError
 from pd2bw_fx.graph import OperatorGraph
+from pd2bw_fx.recurrent_operators import ON_PACKED_SEQUENCES, ON_SEQUENCES
 from pd2bw_fx.value_checks import checks_passed_in
 
 _Given = ParamSpec("_Given")
@@ -27,11 +28,7 @@ _TRACING = threading.RLock()
 # Torch's words where a forward differentiates without gradients; tests/test_torch_messages.py has torch say
 # them. Where a later torch words it otherwise, the model fails in evaluation with torch's message.
 NO_GRADIENT = "does not require grad"
-_RECURRENT = frozenset(
-    getattr(getattr(torch.ops.aten, layer), of)
-    for layer in ("lstm", "gru", "rnn_tanh", "rnn_relu")
-    for of in ("input", "data")
-)
+_RECURRENT = ON_SEQUENCES | ON_PACKED_SEQUENCES
 
 
 class FxProgram:

@@ -20,6 +20,7 @@ from pd2bw_fx.errors import ExportError
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.onnx_session import require
 from pd2bw_fx.process_settings import leave_other_flags_alone
+from pd2bw_fx.recurrent_operators import run_one_step
 from pd2bw_fx.stage import Port, StageProgram
 
 from .assertions import add_checks, take_conditions
@@ -60,6 +61,7 @@ def stage_model(
             translations_read_once(),
             operators_listed_once(),
             keep_contractions_symbolic(),
+            run_one_step(),
             leave_other_flags_alone(),
             patch.object(fx.graph, "_format_target", _read_attribute),
         ):

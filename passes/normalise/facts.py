@@ -21,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.utils import _pytree as pytree
 
 from pd2bw_fx.program import FxProgram, ProgramInterpreter, silence_torch_errors
+from pd2bw_fx.recurrent_operators import ON_SEQUENCES, of_one_step
 from pd2bw_fx.selected_rows import take_selected_rows_for_many
 
 from .nodes import writes
@@ -81,6 +82,12 @@ class FakeRun(ProgramInterpreter):
         held = dict(chain(layer.named_parameters(), layer.named_buffers()))
         fakes = {name: _fake(self.mode, tensor) for name, tensor in held.items()}
         return functional_call(layer, fakes, args, kwargs)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target not in ON_SEQUENCES:
+            return super().call_function(target, args, kwargs)
+        run = super().call_function
+        return of_one_step(lambda *args, **kwargs: run(target, args, kwargs))(*args, **kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
         try:

@@ -28,6 +28,7 @@ from torch.export import Dim, ExportedProgram
 from torch.utils._sympy.numbers import IntInfinity
 
 from pd2bw_fx.errors import Pd2bwError, TraceError
+from pd2bw_fx.recurrent_operators import run_one_step
 from pd2bw_fx.size_range import SizeRange
 from pd2bw_fx.source_check import NAMESPACES_OF_TORCH
 
@@ -305,7 +306,7 @@ def _retrying_with_saved_values(
 
 def _export_once(program: Program, tensors: tuple[torch.Tensor, ...], shapes: Any) -> ExportedProgram:
     program.answers = SizeAnswers()
-    with do_less_work(), while_tracing(program):
+    with do_less_work(), run_one_step(), while_tracing(program):
         exported = torch.export.export(program, tensors, strict=False, dynamic_shapes=shapes)
         write_out_vmap(exported.graph_module)
     return exported
