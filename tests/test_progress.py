@@ -198,7 +198,9 @@ def test_numbers_of_stages_whose_work_alone_takes_as_long_as_the_best_are_not_pl
 
     monkeypatch.setattr(plan_request, "arrange", arranged)
 
-    plan = requested(num_stages="auto", method=method, time_limit_s=6000.0)
+    blocks = tuple(Block(f"b{v}", (f"b{v}",), (1.0 + v % 3,) * 3, (0.0,) * 3) for v in range(18))
+    row = Problem(blocks, tuple(Value(f"v{v}", f"b{v}", (f"b{v + 1}",), 10) for v in range(17)), {})
+    plan = requested(row, num_stages="auto", method=method, time_limit_s=6000.0)
 
     assert [number for number, _ in begun] == [3]
     assert begun[0][1] == pytest.approx(4000.0, rel=0.01)
