@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -81,3 +81,16 @@ def copies_a_weight(node: fx.Node) -> bool:
     """Whether a node copies a weight that the forward writes, before it is read (normalise/state.py)."""
     operand = node.args[0] if node.target is torch.ops.aten.clone.default else None
     return isinstance(operand, fx.Node) and operand.op == "get_attr"
+
+
+def occurrences(value: Any, node: fx.Node) -> int:
+    """Counts how often a node stands among an operator's operands."""
+    if value is node:
+        return 1
+    if isinstance(value, list | tuple):
+        return sum(occurrences(item, node) for item in value)
+    if isinstance(value, dict):
+        return sum(occurrences(item, node) for item in value.values())
+    if isinstance(value, slice):
+        return sum(occurrences(item, node) for item in (value.start, value.stop, value.step))
+    return 0

@@ -12,13 +12,13 @@ from torch import fx
 from pd2bw_fx.custom_function import CustomFunction
 from pd2bw_fx.errors import TraceError
 
+from .calls import occurrences
 from .expression import Scene, Source
 from .layout import laid_out, signature_lines
 from .literals import identifier, plain
 from .naming import result_name
 from .scopes import frames_of
 from .spell import spell
-from .stage_tree import occurrences
 from .statements import assigned_names
 
 _LONGEST_FOLDED = 80

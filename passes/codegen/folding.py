@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from torch import fx
 
 from .body import Body, is_second_name
+from .calls import occurrences
 from .limits import is_asked_for_a_limit
 from .naming import operator_name, place_in_mask
 from .put_away import name_in_list
 from .scopes import Line, Scope
 from .second_names import second_name
-from .stage_tree import occurrences
 from .statements import appended_list, assigns_attributes, parsed_statement, returns_a_list, sums_over
 
 _MOST_FOLDED = 40  # items in one statement; it is too long for a line long before that

@@ -177,8 +177,8 @@ def _has_the_sizes_it_says(module: nn.Module) -> bool:
 
 
 def _sizes_held(module: nn.Module) -> dict[str, torch.Size]:
-    named = itertools.chain(module.named_parameters(), module.named_buffers())
-    return {name: tensor.shape for name, tensor in named}
+    parameters = module.named_parameters(remove_duplicate=False)
+    return {name: tensor.shape for name, tensor in itertools.chain(parameters, module.named_buffers())}
 
 
 def constructor(module: nn.Module) -> Call:

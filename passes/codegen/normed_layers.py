@@ -5,16 +5,16 @@ Other parametrisations, several of them, or those of a bias, are printed as what
 
 from __future__ import annotations
 
+import collections
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 from .scopes import Scope
 from .template import Call, Leaf, Part
 
-_WEIGHTS = "parametrizations.weight"  # where a normed layer holds what its weight is computed from
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _ATEN = torch.ops.aten
 
@@ -63,34 +63,32 @@ def normed(layer: Call, module: nn.Module) -> Call:
     return Call(_name(norm), (Part(layer), *options))
 
 
-def is_normed_as_built(call: Scope, module: nn.Module) -> bool:
-    """Whether a call computes the weight once, as the layer does; torch can keep it for several calls."""
-    norm = norm_of(module)
+def calls_what_the_layer_calls(call: Scope, module: nn.Module) -> bool:
+    """Whether a layer calls nothing, or what computes its normed weight, and that once.
+
+    Torch can keep such a weight for several calls, or compute it in another mode than the layer's.
+    """
+    norm: Any = norm_of(module)
+    within = [item.path for item in call.items if isinstance(item, Scope)]
     if norm is None:
-        return not any(isinstance(item, Scope) and item.path != call.path for item in call.items)
-    within = f"{call.path}.{_WEIGHTS}"
-    if [item.path for item in call.items if isinstance(item, Scope)] != [within]:
-        return False
+        return set(within) <= {call.path}
+    operators = collections.Counter(node.target for node in call.nodes)
     if isinstance(norm, parametrizations._WeightNorm):
-        return _count(call, _ATEN._weight_norm.default) == 1
-    iterations = getattr(norm, "n_power_iterations", 0)  # a single row of weights needs none
-    return _count(call, _ATEN.vdot.default) == bool(iterations) and _count(call, _ATEN.mv.default) == (
-        2 * iterations + 1 if iterations else 0
-    )
-
-
-def _count(call: Scope, operator: torch._ops.OpOverload) -> int:
-    return sum(isinstance(node, fx.Node) and node.target is operator for node in call.nodes)
+        is_once = operators[_ATEN._weight_norm.default] == 1
+    else:
+        products = 2 * norm.n_power_iterations + 1
+        is_once = (operators[_ATEN.vdot.default], operators[_ATEN.mv.default]) == (1, products)
+    return is_once and within == [f"{call.path}.parametrizations.weight"]
 
 
 def _name(norm: nn.Module) -> str:
     return "weight_norm" if isinstance(norm, parametrizations._WeightNorm) else "spectral_norm"
 
 
-def _options(norm: nn.Module, module: nn.Module) -> list[tuple[str, Any, Any]]:
+def _options(norm: Any, module: nn.Module) -> list[tuple[str, Any, Any]]:
     """Lists what the norm is given, with names and defaults."""
     if isinstance(norm, parametrizations._WeightNorm):
         return [("dim", None if norm.dim == -1 else norm.dim, 0)]
     usual = 1 if isinstance(module, _TRANSPOSED) else 0
-    found = [("n_power_iterations", getattr(norm, "n_power_iterations", 1), 1), ("eps", norm.eps, 1e-12)]
-    return [*found, ("dim", norm.dim, usual)]
+    iterations = ("n_power_iterations", norm.n_power_iterations, 1)
+    return [iterations, ("eps", norm.eps, 1e-12), ("dim", norm.dim, usual)]

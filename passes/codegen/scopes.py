@@ -304,3 +304,9 @@ def _name_of_preamble(run: Sequence[fx.Node], made: fx.Node, depth: int) -> str 
         names = outer.assigned
         return names[0] if len(names) == 1 and names[0] != "_" else None
     return None
+
+
+def above(path: str) -> Iterator[str]:
+    """Yields the paths of the modules that hold the one at this path, from the outermost on."""
+    names = path.split(".")
+    yield from (".".join(names[:end]) for end in range(1, len(names)))

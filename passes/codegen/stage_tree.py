@@ -30,9 +30,9 @@ from .calls import (
 from .cut import Cut, is_number, is_size, size_symbol, spec_of, tensors_read, times_size
 from .layer_calls import takes_and_gives_what_the_layer_does
 from .layers import has_other_numbers, is_idle, is_in_evaluation, is_layer, is_sequential
-from .normed_layers import changes_its_norm, is_normed_as_built
+from .normed_layers import calls_what_the_layer_calls, changes_its_norm
 from .numbers import numbers
-from .scopes import Scope, lift, module_calls, rename, walk
+from .scopes import Scope, above, lift, module_calls, rename, walk
 from .unread_results import LAYERS_OF_TORCH, returned_unread
 
 # Among the sizes that a call is given, it stands for the device on which tensors are made out of nothing.
@@ -111,8 +111,8 @@ class StageTree:
         others = {scope.path for scope in calls if not self._is_layer(scope)}
         layers = [scope for scope in calls if scope.path not in others]
         inside = {id(inner) for scope in layers for inner in walk(scope)}
-        outside = [scope.path for scope in calls if id(scope) not in inside]
-        layers = [s for s in layers if not any(path.startswith(f"{s.path}.") for path in outside)]
+        reached = {path for scope in calls if id(scope) not in inside for path in above(scope.path)}
+        layers = [scope for scope in layers if scope.path not in reached]
         for scope in layers:
             scope.items = [*scope.nodes]  # the calls inside it are the layer's own affair
         return {id(scope) for scope in layers}
@@ -350,7 +350,7 @@ class StageTree:
             return False
         if any(module is changing for changing in self.graph.changing):
             return False  # the attributes that it was called with are gone
-        if not is_normed_as_built(scope, module):
+        if not calls_what_the_layer_calls(scope, module):
             return False
         if any(map(copies_a_weight, scope.nodes)) and not changes_its_norm(module):
             return False
@@ -393,16 +393,3 @@ def _name_under(path: str, spec: ParameterSpec) -> str | None:
     prefix = path + "." if path else ""
     names: Sequence[str] = (spec.name, *spec.tied_names)
     return next((name for name in names if name.startswith(prefix)), None)
-
-
-def occurrences(value: Any, node: fx.Node) -> int:
-    """Counts how often a node stands among an operator's operands."""
-    if value is node:
-        return 1
-    if isinstance(value, list | tuple):
-        return sum(occurrences(item, node) for item in value)
-    if isinstance(value, dict):
-        return sum(occurrences(item, node) for item in value.values())
-    if isinstance(value, slice):
-        return sum(occurrences(item, node) for item in (value.start, value.stop, value.step))
-    return 0

@@ -21,7 +21,7 @@ from .literals import MAIN, identifier, plain, quoted
 from .loops.rolled_up import rolled_up
 from .method import write_method
 from .numbers import few_numbers
-from .scopes import Scope, line_at, walk
+from .scopes import Scope, above, line_at, walk
 from .stage_tree import StageTree
 from .template import Call, ClassOf, Fixed, Leaf, Part, Template
 from .written import Method, reference
@@ -64,11 +64,8 @@ class StageWriter:
 
     def _holder(self, path: str) -> str:
         """Returns the path of the innermost class that holds a module."""
-        parts = path.split(".")
-        above = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
-        return next(
-            (p for p in above if p in self._by_path and not self.tree.is_layer(self._by_path[p][0])), ""
-        )
+        holders = [p for p in above(path) if p in self._by_path]
+        return next((p for p in reversed(holders) if not self.tree.is_layer(self._by_path[p][0])), "")
 
     def write(self) -> Method:
         """Writes all classes, the root's last; returns the root's forward."""
