@@ -1,7 +1,7 @@
 """Recurrent operators on tensors that hold no data, in the time of one step.
 
-Torch runs all steps for the sizes of the results: a GRU of 128 steps took 45 s to be split, and longer to be
-exported. One step has the results of all, but for the length of the first.
+Torch runs all steps to know the sizes of the results, several times in a trace and in an export to ONNX. One
+step has the results of all, but for the length of the first.
 """
 
 from __future__ import annotations
