@@ -50,12 +50,12 @@ def of_one_step(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(kernel)
     def run(sequence: Any, *given: Any, **named: Any) -> Any:
-        place = 1 if named.get("batch_first", given[-1]) else 0
-        steps = sequence.shape[place]
         is_asked_for_sizes = isinstance(sequence, FakeTensor) and get_proxy_mode() is None
-        if not is_asked_for_sizes or type(steps) is not int or steps < 2:
+        place = 1 if given and given[-1] else 0
+        steps = sequence.shape[place]
+        if named or not is_asked_for_sizes or type(steps) is not int or steps < 2:
             return kernel(sequence, *given, **named)
-        output, *states = kernel(sequence.narrow(place, 0, 1), *given, **named)
+        output, *states = kernel(sequence.narrow(place, 0, 1), *given)
         step = output.transpose(0, place)  # the steps are the outer dimension in memory
         output = step.expand(steps, *step.shape[1:]).clone(memory_format=torch.contiguous_format)
         return (output.transpose(0, place), *states)
