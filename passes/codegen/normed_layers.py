@@ -21,7 +21,7 @@ _ATEN = torch.ops.aten
 
 def norm_of(module: nn.Module) -> nn.Module | None:
     """Returns what norms the weight of a layer, if nothing else about the layer is parametrised."""
-    found = vars(module).get("_modules", {}).get("parametrizations")
+    found = module._modules.get("parametrizations")
     if not isinstance(found, nn.ModuleDict) or list(found) != ["weight"]:
         return None
     held: Any = found["weight"]
