@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 import warnings
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributions import Dirichlet
 from torch.export import Dim
 
 from pd2bw_fx.errors import TraceError
+from pd2bw_fx.less_work import do_less_work
 from pd2bw_fx.passes.trace import trace
-from pd2bw_fx.passes.trace.patches.less_work import do_less_work
 from pd2bw_fx.passes.trace.torch_messages import (
     BATCH_NAME,
     BATCH_VIOLATED,
@@ -138,3 +140,26 @@ def test_with_less_work_torch_notes_the_same_of_each_operator() -> None:
 
     assert found == noted()
     assert any("pairs.flip(1)" in trace for _, trace, _ in found)
+
+
+def test_with_less_work_torch_caches_the_same_results() -> None:
+    def twice(x: Tensor) -> Tensor:
+        waves = torch.fft.rfft(x)
+        parts = waves.conj().imag, waves.real.transpose(0, 1), *x.topk(2), x.clone().add_(1)[1:]
+        return torch.stack([part.float().sum() for part in parts])
+
+    def cached() -> dict[object, object]:
+        FakeTensorMode.cache_clear()
+        # Torch compares each result that it takes from the cache with one of the operator.
+        with FakeTensorMode() as mode, patch.object(mode, "cache_crosscheck_enabled", True):
+            x = torch.randn(6, 4, requires_grad=True)
+            for _ in range(2):
+                twice(x).sum().backward()
+        return dict(FakeTensorMode.cache)
+
+    with do_less_work():
+        found, info = cached(), FakeTensorMode.cache_info()
+
+    assert found == cached()
+    assert info == FakeTensorMode.cache_info()
+    assert info.hits > 10

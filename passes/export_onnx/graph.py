@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from pd2bw_fx.contraction import keep_contractions_symbolic
 from pd2bw_fx.errors import ExportError
 from pd2bw_fx.graph import OperatorGraph
+from pd2bw_fx.less_work import do_less_work
 from pd2bw_fx.onnx_session import require
 from pd2bw_fx.process_settings import leave_other_flags_alone
 from pd2bw_fx.recurrent_operators import run_one_step
@@ -61,6 +62,7 @@ def stage_model(
             translations_read_once(),
             operators_listed_once(),
             keep_contractions_symbolic(),
+            do_less_work(),
             run_one_step(),
             leave_other_flags_alone(),
             patch.object(fx.graph, "_format_target", _read_attribute),

@@ -28,6 +28,7 @@ from torch.export import Dim, ExportedProgram
 from torch.utils._sympy.numbers import IntInfinity
 
 from pd2bw_fx.errors import Pd2bwError, TraceError
+from pd2bw_fx.less_work import do_less_work
 from pd2bw_fx.recurrent_operators import run_one_step
 from pd2bw_fx.size_range import SizeRange
 from pd2bw_fx.source_check import NAMESPACES_OF_TORCH
@@ -41,7 +42,6 @@ from .patches.compiling import answer_is_compiling, is_raised_by_the_model
 from .patches.conditions import UnseenChoiceError, intercept_boolean_items
 from .patches.derivatives import DerivativeError
 from .patches.detached_data import DataIsDetached
-from .patches.less_work import do_less_work
 from .patches.parameters_elsewhere import ParametersReadInstead, in_their_modules
 from .patches.saved_values import find_saved_values
 from .patches.size_answers import SizeAnswers, largest_batch_answered_alike

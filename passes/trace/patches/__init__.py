@@ -21,7 +21,6 @@ needs them.
     fixed_buffers         take whole numbers that a layer keeps in buffers for the constants that they are
     function_transforms   trace transforms of torch.func by autograd
     helper_frames         keep the lines of functions that a forward calls
-    less_work             do what torch does for every operator with less work
     loss_numbers          note where a loss_fn makes numbers of tensors, to log them
     module_moves          skip `module.to(..)` where it changes nothing
     named_values          record the names of a forward's arguments and the order of its results
