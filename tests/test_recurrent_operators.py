@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 import pd2bw_fx
 from pd2bw_fx.recurrent_operators import ON_SEQUENCES, run_one_step
 
-STEPS = 40
+STEPS = 12
 LAYERS: dict[str, Callable[[], nn.RNNBase]] = {
     "LSTM": lambda: nn.LSTM(6, 8),
     "LSTM, batch first, both ways": lambda: nn.LSTM(6, 8, 2, batch_first=True, bidirectional=True),
