@@ -21,9 +21,11 @@ from torch._ops import OperatorBase
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.sym_node import SymNode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 _TORCH_EXPR: Any = SymNode.expr
 _reduce_inequalities: Any = inequalities.reduce_inequalities
+_note: Any = ShapeEnv._create_fx_call_function
 _output_to_cache: Any = FakeTensorMode._get_output_info_for_cache_entry
 _py_impl: Any = OperatorBase.py_impl
 
@@ -34,6 +36,7 @@ def do_less_work() -> Iterator[None]:
 
     - The source lines of frames that are not kept.
     - What is known of a size, which is found at once.
+    - Notes of how a size is computed, which torch looks for even where it makes none.
     - The Python code of the graph, which torch would write anew after each of its own passes.
     - The range of a size, once for all models that ask the same of it.
     - The tensor by which torch sees that a result can be cached, which needs no open sizes to show it.
@@ -42,6 +45,7 @@ def do_less_work() -> Iterator[None]:
     with (
         patch.object(torch_traceback, "_extract_symbolized_tb", _frames),
         patch.object(SymNode, "expr", property(_expr)),
+        patch.object(ShapeEnv, "_create_fx_call_function", _noted),
         _use_lazy_graph_module(True),
         patch.object(inequalities, "reduce_inequalities", _reduced),
         patch.object(FakeTensorMode, "_get_output_info_for_cache_entry", _cached),
@@ -73,6 +77,12 @@ def _expr(node: Any) -> Any:
     if sizes is None or known is None or node._expr_ver != sizes._replacements_version_counter:
         return _TORCH_EXPR.fget(node)
     return known
+
+
+def _noted(sizes: Any, *computation: Any) -> Any:
+    if sizes._translation_validation_enabled or sizes.should_record_events:
+        return _note(sizes, *computation)
+    return None, False
 
 
 def _cached(mode: Any, *call: Any) -> Any:
