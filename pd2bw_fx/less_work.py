@@ -20,8 +20,12 @@ from torch._C import DispatchKey
 from torch._ops import OperatorBase
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+# What SymNode does with two whole numbers, by their expressions alone.
+_COMBINING = ("add", "sub", "mul", "eq", "ne", "lt", "le", "gt", "ge", "sym_max", "sym_min")
 
 _TORCH_EXPR: Any = SymNode.expr
 _reduce_inequalities: Any = inequalities.reduce_inequalities
@@ -37,12 +41,15 @@ def do_less_work() -> Iterator[None]:
     - The source lines of frames that are not kept.
     - What is known of a size, which is found at once.
     - Notes of how a size is computed, which torch looks for even where it makes none.
+    - What two sizes make: a trace of a thousand operators asks ten thousand times for two hundred answers.
     - The Python code of the graph, which torch would write anew after each of its own passes.
     - The range of a size, once for all models that ask the same of it.
     - The tensor by which torch sees that a result can be cached, which needs no open sizes to show it.
     - The types of a kernel, of which torch makes objects whenever it registers one.
     """
+    combining: dict[str, Any] = {f"_{name}": _once(name) for name in _COMBINING}
     with (
+        patch.multiple(SymNode, **combining),
         patch.object(torch_traceback, "_extract_symbolized_tb", _frames),
         patch.object(SymNode, "expr", property(_expr)),
         patch.object(ShapeEnv, "_create_fx_call_function", _noted),
@@ -77,6 +84,36 @@ def _expr(node: Any) -> Any:
     if sizes is None or known is None or node._expr_ver != sizes._replacements_version_counter:
         return _TORCH_EXPR.fget(node)
     return known
+
+
+def _once(name: str) -> Callable[[Any, Any], Any]:
+    """Returns a method of SymNode that computes with each two sizes once, where the example has them.
+
+    Every result is a node of its own: a trace tells by it which computation made a size.
+    """
+    combine: Callable[[Any, Any], Any] = getattr(SymNode, f"_{name}")
+    known: dict[tuple[Any, ...], tuple[Any, type, Any, bool]] = {}
+
+    def combined(node: Any, other: Any) -> Any:
+        if not (_is_known_size(node) and _is_known_size(other)) or get_proxy_mode() is not None:
+            return combine(node, other)
+        sums = node._optimized_summation, other._optimized_summation
+        key = node.expr, other.expr, node._hint, other._hint, *sums
+        if (found := known.get(key)) is None:
+            made = combine(node, other)
+            known[key] = made._expr, made.pytype, made._hint, made._optimized_summation
+            return made
+        expression, kind, value, is_sum = found
+        return SymNode(expression, node.shape_env, kind, value, optimized_summation=is_sum)
+
+    return combined
+
+
+def _is_known_size(node: Any) -> bool:
+    """Whether it is a whole number that the example has, of which torch takes no notes."""
+    if node.pytype is not int or type(node._hint) is not int or (sizes := node.shape_env) is None:
+        return False
+    return not (sizes._translation_validation_enabled or sizes.should_record_events)
 
 
 def _noted(sizes: Any, *computation: Any) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import re
 import warnings
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributions import Dirichlet
 from torch.export import Dim
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from pd2bw_fx.errors import TraceError
 from pd2bw_fx.less_work import do_less_work
@@ -163,3 +166,27 @@ def test_with_less_work_torch_caches_the_same_results() -> None:
     assert found == cached()
     assert info == FakeTensorMode.cache_info()
     assert info.hits > 10
+
+
+def test_with_less_work_sizes_make_the_same_sizes() -> None:
+    example = torch.randn(6, 4)
+    is_open = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * 2)
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        rows, columns = mode.from_tensor(example, symbolic_context=is_open).shape
+        unknown = mode.shape_env.create_unbacked_symint()
+
+    def made() -> list[Any]:
+        pairs = (rows, columns), (columns, rows), (rows * 2, 12), (rows, rows), (unknown, rows), (rows + 1, 6)
+        combining = (operator.add, operator.mul, operator.sub, operator.eq, operator.lt, operator.ge)
+        return [method(*pair).node for pair in pairs for method in (*combining, torch.sym_max)]
+
+    def told(nodes: list[Any]) -> list[Any]:
+        return [
+            (node.expr, node.pytype, node.hint, node.constant, node._optimized_summation) for node in nodes
+        ]
+
+    with do_less_work():
+        first, second = made(), made()
+
+    assert told(first) == told(second) == told(made())
+    assert not {id(node) for node in first} & {id(node) for node in second}
