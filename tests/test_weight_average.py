@@ -137,6 +137,20 @@ def test_without_the_option_there_is_no_average() -> None:
     assert result.averaged is None
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_an_engine_that_is_asked_for_an_average_it_does_not_keep_goes_on() -> None:
+    x = torch.randn(4, 6)
+    pipe = pd2bw_fx.split(Normed(), x[:2], cluster=1, costs="analytic", method="1f1b")
+
+    with pipe.engine(optimizer=adamw, microbatches_per_update=2) as engine:
+        engine.step(x)
+        with pytest.raises(pd2bw_fx.InputError, match=r"no average .* weight_average=0\.999"):
+            engine.averaged_state_dict()
+        engine.step(x)
+
+        assert engine.updates == 2
+
+
 def test_one_more_optimizer_copy_in_a_plan_is_the_memory_of_the_average() -> None:
     x = torch.randn(4, 6)
     models = (pd2bw_fx.MemoryModel(), pd2bw_fx.MemoryModel(optimizer_copies=3))

@@ -242,7 +242,7 @@ class Engine(EngineParts):
         first. All ranks must call it. Raises InputError for an engine without `weight_average`.
         """
         self.flush()
-        with self._calls.shared("collecting the averaged weights"):
+        with self._calls.agreeing("collecting the averaged weights"):
             averages = self._weights.averages()
             if averages is None:
                 raise InputError(
