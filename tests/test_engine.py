@@ -255,8 +255,9 @@ def test_the_example_script_trains_under_torchrun(tmp_path: Path) -> None:
     assert len(evaluated) == 1
 
 
-def test_a_rank_that_goes_on_after_its_failure_is_not_waited_for_in_vain(mlp_folder: Path) -> None:
-    finished = torchrun_of_forks(2, "sweeps.py", mlp_folder)
+@pytest.mark.parametrize("left", ["closed", "open"])
+def test_a_rank_that_goes_on_after_its_failure_is_not_waited_for_in_vain(mlp_folder: Path, left: str) -> None:
+    finished = torchrun_of_forks(2, "sweeps.py", mlp_folder, left)
 
     assert finished.returncode == 1
     assert "left out: the third step went wrong" in finished.stdout

@@ -79,8 +79,8 @@ class SharedCalls:
                 "dist.destroy_process_group(), or make the engine in a with statement"
             )
         outer, self._call = self._call, doing
+        watch = _NOBODY if self.world is None else self.world.watch
         try:
-            watch = _NOBODY if self.world is None else self.world.watch
             if not alone:
                 watch.begin(doing, on)
             told = share_failure(
@@ -98,6 +98,8 @@ class SharedCalls:
             if not isinstance(error, WorkerError):
                 when = doing + self._where() + at(error)
                 self._why_broken = f"rank {self._rank} ({self._described}) failed {when}: {error!r}"
+                # The program may catch the error and go on, with the connections that others wait at.
+                watch.fail(self._why_broken)
             raise
         finally:
             self._call = outer

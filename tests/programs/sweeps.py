@@ -1,11 +1,12 @@
 """Run by torchrun: a sweep goes on after an engine that failed on rank 1, while rank 0 waits in it.
 
-    torchrun --nproc-per-node 2 sweeps.py PIPELINE
+    torchrun --nproc-per-node 2 sweeps.py PIPELINE [open]
 
-PIPELINE is a saved one of `mlp`.
+PIPELINE is a saved one of `mlp`. `open`: the engine that failed stays open.
 """
 
 import sys
+from contextlib import ExitStack
 
 import torch
 
@@ -18,12 +19,15 @@ def main() -> None:
     pipe = pd2bw_fx.load(sys.argv[1])
     batch = build("mlp").example_inputs(batch_size=4)  # type: ignore[operator]
     for kind in (Exploding, torch.optim.SGD):
+        engine = pipe.engine(
+            optimizer=lambda parameters, kind=kind: kind(parameters, lr=0.1),
+            microbatches_per_update=2,
+            silence_s=3.0,
+        )
         try:
-            with pipe.engine(
-                optimizer=lambda parameters, kind=kind: kind(parameters, lr=0.1),
-                microbatches_per_update=2,
-                silence_s=3.0,
-            ) as engine:
+            with ExitStack() as closing:
+                if "open" not in sys.argv:
+                    closing.enter_context(engine)
                 for _ in range(6):
                     engine.step(batch)
         except ArithmeticError as error:
