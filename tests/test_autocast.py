@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pd2bw_fx import Pipeline, load, split
-from pd2bw_fx.errors import VerificationError
+from pd2bw_fx.errors import InputError, VerificationError
 
 
 class Model(nn.Module):
@@ -248,3 +248,20 @@ def test_another_type_than_the_models_is_told(batch: tuple[Tensor, Tensor], tmp_
     edited = load(tmp_path / "saved", edited=True)
     with pytest.raises(VerificationError, match="as float32, the model has it as bfloat16"):
         edited.verify(pipe.graph.root)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_training_is_asked_for_its_own_precision_under_a_callers_autocast() -> None:
+    x = torch.randn(4, 16)
+    pipe = split(nn.Sequential(nn.Linear(16, 4)), (x,), loss_fn=torch.mean, cluster=1, costs="analytic")
+    options = {"optimizer": lambda p: torch.optim.SGD(p, lr=0.1), "microbatches_per_update": 2}
+
+    with pipe.engine(**options) as plain, pipe.engine(**options, precision="bf16") as low:
+        with torch.autocast("cpu", torch.bfloat16):
+            for call in (plain.step, plain.eval, plain.outputs):
+                with pytest.raises(InputError, match=r'autocast is on .*; precision="bf16"'):
+                    call(x)
+            with pytest.raises(InputError, match="autocast is on"):
+                pipe.train_local([x], **options)
+            found = low.eval(x).item()
+        assert found == low.eval(x).item() != plain.eval(x).item()

@@ -27,7 +27,7 @@ from pd2bw_fx.metrics import Record
 from pd2bw_fx.runtime.checkpoint import Checkpoint, Header, restore_random_state, save
 from pd2bw_fx.runtime.engine_parts import EngineParts, close_at_exit
 from pd2bw_fx.runtime.failure import name_peer_in_errors, share_failure
-from pd2bw_fx.runtime.inference import ordinary_tensors
+from pd2bw_fx.runtime.inference import ordinary_tensors, require_own_precision
 from pd2bw_fx.runtime.job import merged_tensors
 from pd2bw_fx.runtime.launcher import tell_launcher_of_errors
 from pd2bw_fx.runtime.loss import Loss
@@ -149,10 +149,12 @@ class Engine(EngineParts):
         when this returns, some of the batch's backwards and the update itself are still to come.
 
         Raises InputError for a batch that does not look like the example inputs, cannot be cut into
-        `microbatches_per_update` parts, or differs from the other ranks'; where all ranks refuse it, the
-        engine is as before. From the third update on, a batch that differs ends the run when its loss has
-        come, some updates later. Raises WorkerError with the reason of a rank that failed.
+        `microbatches_per_update` parts, or differs from the other ranks', and under a torch.autocast where
+        the engine has no `precision`; where all ranks refuse it, the engine is as before. From the third
+        update on, a batch that differs ends the run when its loss has come, some updates later. Raises
+        WorkerError with the reason of a rank that failed.
         """
+        require_own_precision(self._precision)
         with self._calls.reading_a_batch(f"in update {self.updates}", self.updates):
             microbatches = self._batches.of_update(batch)
         return self.step_microbatches(microbatches)
@@ -207,6 +209,7 @@ class Engine(EngineParts):
 
     def _pieces(self, batch: Any, wanted: Sequence[str]) -> list[Microbatch]:
         self._require_evaluation()
+        require_own_precision(self._precision)
         self.flush()
         with self._calls.reading_a_batch("in an evaluation", self.updates):
             return self._batches.of_evaluation(batch, wanted)

@@ -42,6 +42,7 @@ class EngineParts:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self._stop_at_nan = options.stop_at_nan
+        self._precision = options.precision
         corrections = corrections_of(job.method) if options.corrections is None else options.corrections
         synchronous_updates = max(
             (c.synchronous_updates for c in corrections if isinstance(c, PipeMare)), default=0

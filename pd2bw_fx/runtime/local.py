@@ -22,6 +22,7 @@ from pd2bw_fx.passes.schedule import registered_method
 from pd2bw_fx.process_settings import ProcessSettings
 from pd2bw_fx.runtime.custom_operators import custom_operators
 from pd2bw_fx.runtime.groups import require_gpus
+from pd2bw_fx.runtime.inference import require_own_precision
 from pd2bw_fx.runtime.job import jobs, work_for
 from pd2bw_fx.runtime.local_run import LocalRun, TrainResult
 from pd2bw_fx.runtime.messages import Start
@@ -75,6 +76,7 @@ def train_local(
     chosen = EngineOptions.of(
         {"optimizer": optimizer, "seed": drawn, **options}, "on_update", "threads_per_worker"
     )
+    require_own_precision(chosen.precision)
     devices = [local_device(job.device, chosen.device) for job in prepared]
     require_gpus(chosen.backend, [device if device.type == "cuda" else None for device in devices])
     with tempfile.TemporaryDirectory(prefix="pd2bw_fx_") as folder:
