@@ -113,6 +113,27 @@ def test_parameters_that_an_optimizer_leaves_out_are_named() -> None:
         RankOptimizer(weights, EVERYWHERE, torch.optim.SGD)
 
 
+def test_options_of_groups_that_the_optimizer_does_not_have_are_told() -> None:
+    """torch puts them in the groups and says nothing: weights would decay that were not to."""
+
+    def made(option: str) -> None:
+        of_vectors = {option: 0.0}
+        RankOptimizer(
+            parameters("norm"),
+            EVERYWHERE,
+            torch.optim.AdamW,
+            options=lambda name, parameter: of_vectors if parameter.ndim < 2 else {},
+        )
+
+    with pytest.raises(InputError, match=r"'weigth_decay', and AdamW has no such .* mean 'weight_decay'"):
+        made("weigth_decay")
+    with pytest.warns(UserWarning, match="'momentum', and AdamW has no such .* no step; its options are lr"):
+        made("momentum")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made("weight_decay")
+
+
 def test_an_optimizer_of_sparse_gradients_is_refused() -> None:
     with pytest.raises(InputError, match="SparseAdam takes sparse gradients"):
         RankOptimizer(parameters("norm"), EVERYWHERE, torch.optim.SparseAdam)

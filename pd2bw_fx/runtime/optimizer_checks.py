@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import traceback
 import warnings
@@ -67,6 +68,29 @@ def warn_of_left_out(made: Optimizer, parameters: Mapping[str, nn.Parameter]) ->
             "(requires_grad_(False)), so that no gradients are computed for them",
             stacklevel=2,
         )
+
+
+def require_options_of(made: Optimizer, asked: Iterable[str]) -> None:
+    """Raises InputError for a misspelt option in the groups of `parameter_options`, which torch would not.
+
+    Warns of other names that an optimizer of torch's does not have: a scheduler of the user's own may read
+    them.
+    """
+    kind, known = type(made).__name__, list(made.defaults)
+    for name in asked:
+        if name in ("params", "initial_lr", *known) or not known:
+            continue
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+        if near:
+            raise InputError(
+                f"parameter_options gives {name!r}, and {kind} has no such option; did you mean {near[0]!r}?"
+            )
+        if type(made).__module__.startswith("torch.optim."):  # what another one reads is not known
+            warnings.warn(
+                f"parameter_options gives {name!r}, and {kind} has no such option, so it changes no step; "
+                f"its options are {', '.join(known)}",
+                stacklevel=2,
+            )
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from pd2bw_fx.runtime.optimizer_checks import (
     made_by,
     require_no_hooks,
     require_optimizer,
+    require_options_of,
     require_scheduler,
     telling_of_closures,
     telling_of_the_last_step,
@@ -49,7 +50,8 @@ class RankOptimizer:
     it is made from the whole model's parameters, without memory behind them.
 
     Raises InputError for factories that fail, or whose result is not an optimizer, steps other parameters, or
-    needs more than gradients to step. Warns of parameters that the optimizer leaves out.
+    needs more than gradients to step, and for a misspelt option of its groups. Warns of parameters that the
+    optimizer leaves out, and of options that it does not have.
     """
 
     def __init__(
@@ -69,8 +71,11 @@ class RankOptimizer:
             if scheduler is not None and self._stand_in is not None:
                 self._scheduler = scheduler(self._stand_in)
             return
-        self.optimizer = made_by(optimizer, grouped(parameters, everywhere, options), name="optimizer")
+        groups = grouped(parameters, everywhere, options)
+        asked = {} if options is None else dict.fromkeys(key for group in groups for key in group)
+        self.optimizer = made_by(optimizer, groups, name="optimizer")
         require_optimizer(self.optimizer, parameters.values())
+        require_options_of(self.optimizer, asked)
         require_no_hooks(parameters)
         warn_of_left_out(self.optimizer, parameters)
         if scheduler is not None:
