@@ -68,6 +68,34 @@ def test_lists_that_several_loops_go_over_and_other_lines_read() -> None:
     assert "torch.stack(values)" in source
 
 
+def test_names_are_those_of_the_lists_in_the_order_of_the_authors_zip() -> None:
+    class Distilling(_Levels):
+        def forward(self, x: Tensor) -> Tensor:
+            taught, told = [], []
+            for down in self.downs:
+                told.append(down(x).tanh())
+            for mid in self.mids:
+                taught.append(mid(x).tanh())
+            loss = x.new_zeros(())
+            for ours, theirs in zip(taught, told, strict=True):
+                loss = loss + self.last(theirs.detach() * 2).sub(ours).square().mean()
+                loss = loss * 0.9
+            return loss
+
+    class Stepping(_Levels):
+        def forward(self, x: Tensor, times: Tensor) -> Tensor:
+            for t0, t1 in zip(times.split(1)[:-1], times.split(1)[1:], strict=True):
+                x = x + (t1 - t0) * self.last(x.tanh())
+                x = self.drop(x) + t0 * t1
+            return x.mean()
+
+    source = source_of(Distilling(), torch.randn(3, 8))
+    assert "self.last(theirs.detach() * 2) - ours" in source, source
+    assert "for theirs, ours in zip(" in source, source
+    source = source_of(Stepping(), torch.randn(3, 8), torch.linspace(0, 1, 7))
+    assert "(t1 - t0) * self.last" in source, source
+
+
 def test_loops_that_differ_in_more_than_what_they_go_over_stay_unrolled() -> None:
     class Unlike(_Levels):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:

@@ -157,13 +157,18 @@ def names_of_members(loop: str) -> Mapping[str, str]:
 
 
 @functools.lru_cache(maxsize=1024)
-def names_over_lists(loop: str) -> tuple[str, ...]:
-    """Returns the `skip` of `for up, skip in zip(self.ups, skips)`: names for what is no attribute's."""
-    return tuple(
-        identifier(name.id)
+def names_over_lists(loop: str) -> tuple[tuple[str, str], ...]:
+    """Returns `(skips, skip)` of `for up, skip in zip(self.ups, skips)`: names for what is no attribute's.
+
+    The first is "" where the loop goes over no variable: `zip(times[:-1], times[1:])` has two parts of one.
+    """
+    parts = [
+        (part.id if isinstance(part, ast.Name) else "", identifier(name.id))
         for part, name in _parts_and_names(loop)
         if not isinstance(part, ast.Attribute) and not _counts(part) and isinstance(name, ast.Name)
-    )
+    ]
+    lists = [listed for listed, _ in parts]
+    return tuple((listed if lists.count(listed) == 1 else "", name) for listed, name in parts)
 
 
 def _parts_and_names(loop: str) -> list[tuple[ast.expr, ast.expr]]:

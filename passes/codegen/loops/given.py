@@ -52,31 +52,41 @@ def named_columns(
     columns: Mapping[TokenAt, tuple[int | str, ...]],
     names: Mapping[TokenAt, tuple[str, ...]],
     loop: str,
+    zipped: Sequence[tuple[int | str, ...]],
     taken: Set[str],
     needed: Set[str],
 ) -> dict[TokenAt, Given]:
     """Names what rounds read, by place: as the author's loop does, if that is known, else after the values.
 
-    Of the names that are `taken`, those that are not `needed` in the loop or behind it may be the author's.
+    `zipped` has what is read in the order in which the author's loop goes over it; it is empty where that is
+    not known. Of the names that are `taken`, those that are not `needed` in the loop or behind it may be the
+    author's.
     """
-    different = list(dict.fromkeys(columns.values()))
-    authors = names_over_lists(loop)
-    wishes = authors if len(authors) == len(different) else ()
+    plain = {columns[place]: _plain_name(names[place]) for place in [*columns][::-1]}
+    authors = [name for _, name in names_over_lists(loop)]
+    wishes: Mapping[tuple[int | str, ...], str] = {}
+    if sorted(authors) == sorted(plain.values()):
+        wishes = plain
+    elif len(authors) == len(zipped):
+        wishes = dict(zip(zipped, authors, strict=True))
     found: dict[tuple[int | str, ...], Given] = {}
     used = set(taken)
     for place, column in columns.items():
         if column in found:
             continue
-        plain = Counter(map(without_number, names[place]))
-        wish = wishes[different.index(column)] if wishes else plain.most_common(1)[0][0]
+        wish = wishes.get(column, plain[column])
         is_free = wishes and wish not in needed | {
             name for each in found.values() for name in (each.name, each.listed)
         }
         name = wish if is_free else free(wish, used)
-        listed = free(f"{name}_list", used | {name})
+        listed = free(f"{name.rstrip('_')}_list", used | {name})
         used |= {name, listed}
         found[column] = Given(name, listed, names[place])
     return {place: found[column] for place, column in columns.items()}
+
+
+def _plain_name(names: Sequence[str]) -> str:
+    return Counter(map(without_number, names)).most_common(1)[0][0]
 
 
 def header(counted: Counting, counter: str, given: Sequence[Given]) -> str:

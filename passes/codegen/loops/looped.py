@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from pd2bw_fx.passes.codegen.layout import WIDTH, Loop, common, free, region_of
 from pd2bw_fx.passes.codegen.written import Statement
 
-from .author_loops import names_of_members
+from .author_loops import names_of_members, names_over_lists
 from .counted import Counting, TokenAt, spelled
 from .entries import Entry
 from .given import Given, header, named_columns
@@ -58,7 +58,36 @@ class Looped:
         own = {listed.name for listed in rounds.listed.values()}
         own |= {*self.names.values(), *self.befores.values(), *self.renamed.values()}
         loop, needed = rounds.authors_loop, rounds.needed_beside(columns)
-        return named_columns(columns, texts, loop, rounds.taken | own, needed | own)
+        zipped = self._zipped(list(dict.fromkeys(columns.values())))
+        return named_columns(columns, texts, loop, zipped, rounds.taken | own, needed | own)
+
+    def _zipped(self, columns: Sequence[tuple[int | str, ...]]) -> Sequence[tuple[int | str, ...]]:
+        """Orders what rounds read as the author's `zip` has it; returns nothing where that cannot be told.
+
+        `columns` are in the order in which a round reads them, which need not be that of the `zip`: of
+        `for t0, t1 in zip(times[:-1], times[1:])`, the body may read t1 first. The author's lists tell it,
+        or the line of the loop, if it makes all that it goes over.
+        """
+        rounds = self.rounds
+        if len(columns) < 2:
+            return columns
+        makers = {
+            column: [rounds.flow.makers[value] for value in column if isinstance(value, int)]
+            for column in columns
+        }
+        entries = {column: [rounds.body[line] for line, _ in made] for column, made in makers.items()}
+        lists = {
+            column: {entry.listed if isinstance(entry, Statement) else "" for entry in made}
+            for column, made in entries.items()
+        }
+        authors = [{listed} for listed, _ in names_over_lists(rounds.authors_loop)]
+        if {""} not in authors and sorted(map(sorted, lists.values())) == sorted(map(sorted, authors)):
+            return sorted(columns, key=lambda column: authors.index(lists[column]))
+        header = rounds.authors_loop.rpartition("/")[2]
+        made = [entry for column in columns for entry in entries[column]]
+        is_of_header = all(isinstance(entry, Statement) and entry.place == header for entry in made)
+        is_made = all(len(makers[column]) == len(column) for column in columns)
+        return sorted(columns, key=lambda column: makers[column][0]) if is_of_header and is_made else ()
 
     def _is_for_rounds_alone(self, value: int | str, place: TokenAt) -> bool:
         """Whether a value from before is read only where rounds read what this place makes."""
