@@ -109,6 +109,29 @@ def test_what_is_assigned_may_have_gradients() -> None:
     assert "out[:, :4] = self.linear(x)[:8, :4]" in source
 
 
+class _Spectral(nn.Module):
+    """A layer of a neural operator, which keeps the lowest waves of both ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high = (nn.Parameter(torch.randn(2, 2, dtype=torch.complex128)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        waves = torch.fft.rfft2(x)
+        kept = torch.zeros(x.shape[0], 8, 5, dtype=waves.dtype)
+        kept[:, :2, :2] = waves[:, :2, :2] * self.low
+        kept[:, -2:, :2] = waves[:, -2:, :2] * self.high
+        return torch.fft.irfft2(kept, s=(8, 8)).square().mean()  # type: ignore[no-any-return]
+
+
+def test_complex_numbers_are_assigned_as_others_are() -> None:
+    assert """
+        kept[:, :2, :2] = waves[:, :2, :2] * self.low
+        kept[:, -2:, :2] = waves[:, -2:, :2] * self.high
+        return torch.fft.irfft2(kept, (8, 8)).square().mean()
+""" in _source(_Spectral(), torch.randn(4, 8, 8, dtype=torch.float64))
+
+
 class _Decoder(nn.Module):
     """Puts its outputs into a tensor, step by step, as seq2seq models do."""
 

@@ -39,6 +39,14 @@ def _put(base: Tensor, mask: Tensor, other: Tensor) -> Tensor:
     return base
 
 
+def _waves(h: Tensor) -> Tensor:
+    """Complex numbers are put into parts, as the spectral layers of neural operators do."""
+    waves, others = torch.fft.rfft(h).clone(), torch.fft.rfft(h * h)
+    waves[..., 1:3] = others[..., :2].conj() * 2
+    waves[:, 1:, -2:] = others[:, 1:, -2:].conj()
+    return torch.view_as_real(waves).tanh()
+
+
 def _by_row(loss: Callable[..., Tensor], h: Tensor, **options: object) -> Tensor:
     """Weighed by a mask, as a loss of tokens is."""
     targets = (h[..., 0].detach() > 0).long() + (h[..., 1].detach() > 0).long()
@@ -59,6 +67,7 @@ FUNCTIONS: list[Callable[[Tensor], Tensor]] = [
     lambda h: torch.cdist(h, h + 1, p=float("inf")),
     lambda h: (torch.fft.rfft(h) / 4 + 0.5).abs(),
     lambda h: torch.view_as_real(1 - 3 * torch.fft.rfft(h).conj()).tanh(),
+    _waves,
     lambda h: torch.view_as_real(torch.fft.rfft(h).mul(0.5).conj().sub(2, alpha=3)).tanh(),
     lambda h: torch.kthvalue(h, 3, dim=-1).values,
     lambda h: h.kthvalue(2, 1, True).indices.float() * h,

@@ -29,6 +29,7 @@ _SCATTERS = {
     _ATEN.slice_scatter.default: ("slice", ("self", "src", "dim", "start", "end", "step")),
     _ATEN.select_scatter.default: ("select", ("self", "src", "dim", "index")),
 }
+_LAST = {*_SCATTERS, _ATEN.view_as_complex.default}
 _PARTS = {
     _ATEN.slice.Tensor: ("slice", ("self", "dim", "start", "end", "step")),
     _ATEN.select.int: ("select", ("self", "dim", "index")),
@@ -67,7 +68,7 @@ def part_writes(items: Sequence[fx.Node | Scope]) -> dict[fx.Node, PartWrite]:
     found: dict[fx.Node, PartWrite] = {}
     own = {item for item in items if isinstance(item, fx.Node)}
     for node in own:
-        write = _write(node) if node.target in _SCATTERS else None
+        write = _write(node) if node.target in _LAST else None
         if write is None or not own.issuperset((*write.nodes, write.base)):
             continue
         inside = set(write.nodes)
@@ -89,26 +90,65 @@ def _write(last: fx.Node) -> PartWrite | None:
     if not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Subscript):
         return None
     inner, steps = list[fx.Node](), list[Step]()
-    scatter, base = last, _operand(last, 0)
+    scatter = _scatter(last)
+    base = scatter.whole if scatter is not None else None
     while True:
-        whole, value = _operand(scatter, 0), scatter.args[1]
-        step = _step(scatter, _SCATTERS)
-        if step is None or whole is None:
+        step = None if scatter is None else _step(scatter.node, _SCATTERS, is_of_pairs=scatter.is_of_pairs)
+        if scatter is None or step is None:
             return None
         steps.append(step)
-        part = _operand(value, 0) if isinstance(value, fx.Node) and value.target in _SCATTERS else None
-        if not isinstance(value, fx.Node) or part is None or part.target not in _PARTS:
+        inner += scatter.own
+        within = _scatter(scatter.value)
+        part = within.whole if within is not None else None
+        if within is None or part is None or part.target not in _PARTS:
             break
-        if _operand(part, 0) is not whole or _step(part, _PARTS) != step:
+        if _operand(part, 0) is not scatter.whole or _step(part, _PARTS) != step:
             break
-        inner += [part, value]
-        scatter = value
+        inner += [part, within.last]
+        scatter = within
+    value = scatter.value
     number, made = _number(value, {base, *inner})
     written = number if made else value
     places = places_of(steps)
     if places is None or base is None or not isinstance(written, fx.Node | int | float | complex):
         return None
     return PartWrite((*inner, *made, last), base, places, written)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scatter:
+    """An operator that puts a value into a part of a whole; complex numbers are put there as pairs.
+
+    `last` makes the result, and `own` are the other operators, of which nobody else reads.
+    """
+
+    node: fx.Node
+    last: fx.Node
+    whole: fx.Node
+    value: Any
+    own: Sequence[fx.Node] = ()
+
+    @property
+    def is_of_pairs(self) -> bool:
+        return self.last is not self.node
+
+
+def _scatter(last: Any) -> _Scatter | None:
+    if not isinstance(last, fx.Node):
+        return None
+    is_complex = last.target is _ATEN.view_as_complex.default
+    node = _operand(last, 0) if is_complex else last
+    whole = _operand(node, 0) if node is not None and node.target in _SCATTERS else None
+    if node is None or whole is None:
+        return None
+    value = node.args[1]
+    if not is_complex:
+        return _Scatter(node, last, whole, value)
+    pairs = [each for each in (whole, value) if isinstance(each, fx.Node)]
+    wholes = [_operand(each, 0) for each in pairs if each.target is _ATEN.view_as_real.default]
+    if len(wholes) < 2 or wholes[0] is None:
+        return None
+    return _Scatter(node, last, wholes[0], wholes[1], (*pairs, node))
 
 
 def _operand(node: fx.Node, place: int) -> fx.Node | None:
@@ -129,7 +169,12 @@ def _number(value: Any, wholes: Set[fx.Node | None]) -> tuple[Any, list[fx.Node]
     return (number, made) if is_filled else (None, [])
 
 
-def _step(node: fx.Node, kinds: Mapping[Any, tuple[str, Sequence[str]]]) -> Step | None:
+def _step(
+    node: fx.Node, kinds: Mapping[Any, tuple[str, Sequence[str]]], *, is_of_pairs: bool = False
+) -> Step | None:
+    """Returns which part an operator takes or writes, in dimensions of numbers where it is of pairs."""
     name, operands = kinds[node.target]
-    values = dict(zip(operands, node.args, strict=False)) | node.kwargs
+    values: dict[str, Any] = dict(zip(operands, node.args, strict=False)) | node.kwargs
+    if is_of_pairs and values.get("dim", 0) < 0:
+        values["dim"] += 1
     return step_of(name, {word: value for word, value in values.items() if (word, value) != ("step", 1)})

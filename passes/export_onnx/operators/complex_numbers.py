@@ -1,4 +1,4 @@
-"""Sums, products and quotients of a complex tensor and a real number, part by part.
+"""Sums, products and quotients of a complex tensor and a real number, and writes to parts, part by part.
 
 The exporter has complex tensors as pairs of numbers in a last dimension, and looks for one in the number too.
 """
@@ -45,6 +45,15 @@ def subtracted_from_number(self: Any, other: Any, *, alpha: float = 1) -> Any:
     return _plus(_times(self, -alpha), other)
 
 
+def _put_into_places(self: Tensor, places: Any, value: Any) -> Any:
+    """Writes pairs of numbers: the exporter would look for the derivative of a complex write."""
+    are_complex = all(isinstance(tensor, Tensor) and tensor.is_complex() for tensor in (self, value))
+    if not are_complex or self.is_conj():
+        return NotImplemented
+    torch.view_as_real(self)[places] = _parts(value)
+    return None
+
+
 def _are_complex_and_real(tensor: Any, number: Any) -> bool:
     return isinstance(tensor, Tensor) and tensor.dtype.is_complex and isinstance(number, int | float)
 
@@ -62,6 +71,7 @@ BY_NAME: Mapping[str, Callable[..., Any]] = {
     "__mul__": _times,
     "__radd__": _plus,
     "__rmul__": _times,
+    "__setitem__": _put_into_places,
     "__sub__": _minus,
     "__truediv__": divided_by_number,
     "add": _plus,
