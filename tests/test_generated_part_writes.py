@@ -43,6 +43,23 @@ def test_tokens_are_moved_to_the_right_by_assignments() -> None:
 """ in _source(_Shifted(), torch.randint(0, 16, (4, 6)))
 
 
+class _Padded(nn.Module):
+    """Never masks the first token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+
+    def forward(self, words: Tensor) -> Tensor:
+        padding = words.eq(0)
+        padding[:, 0] = False
+        return self.embedding(words).masked_fill(padding[:, :, None], 0.5).square().mean()
+
+
+def test_a_mask_of_a_comparison_is_assigned_to() -> None:
+    assert "        padding[:, 0] = False\n" in _source(_Padded(), torch.randint(0, 3, (4, 6)))
+
+
 class _Windows(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -47,7 +47,7 @@ _MAKING = {
         "ones_like",
         "clone",
     )
-}
+} | {f"aten.{name}.{kind}" for name in ("eq", "ne", "lt", "le", "gt", "ge") for kind in ("Scalar", "Tensor")}
 
 
 @dataclass(frozen=True, slots=True)
