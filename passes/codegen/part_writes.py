@@ -175,6 +175,10 @@ def _step(
     """Returns which part an operator takes or writes, in dimensions of numbers where it is of pairs."""
     name, operands = kinds[node.target]
     values: dict[str, Any] = dict(zip(operands, node.args, strict=False)) | node.kwargs
-    if is_of_pairs and values.get("dim", 0) < 0:
-        values["dim"] += 1
+    if is_of_pairs:
+        within_pairs = node.meta["val"].dim() - 1
+        if values.get("dim", 0) in (-1, within_pairs):
+            return None
+        if values.get("dim", 0) < 0:
+            values["dim"] += 1
     return step_of(name, {word: value for word, value in values.items() if (word, value) != ("step", 1)})
