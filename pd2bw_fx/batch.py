@@ -31,10 +31,19 @@ class Microbatches(tuple[Any, ...]):
     """An update's microbatches, cut by the caller: each is a batch of the usual form.
 
     Their sizes may differ, as those of graphs do, or of what is left at the end of an epoch. The loss of the
-    update is the mean of theirs, each counted once whatever its number of samples.
+    update is the mean of theirs, each counted once whatever its number of samples. Raises InputError for what
+    is no sequence of batches.
     """
 
     __slots__ = ()
+
+    def __new__(cls, batches: Iterable[Any] = ()) -> Self:
+        if isinstance(batches, str | bytes | Mapping) or not isinstance(batches, Iterable):
+            raise InputError(
+                f"Microbatches takes a sequence of batches, not a {type(batches).__name__}; expected such as "
+                "Microbatches([(x[:3], y[:3]), (x[3:], y[3:])])"
+            )
+        return super().__new__(cls, batches)
 
 
 @dataclass(frozen=True, slots=True)

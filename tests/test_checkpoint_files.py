@@ -242,3 +242,13 @@ def test_an_engine_goes_on_where_there_is_no_checkpoint(tmp_path: Path) -> None:
             made.load_checkpoint(tmp_path)
         assert made.step(torch.randn(4, 4)) > 0
         assert made.updates == 1
+
+
+def test_a_pointer_to_no_checkpoint_is_named_also_by_later_calls(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("update_9")
+    named = "latest names 'update_9', which .* does not hold; write the name"
+
+    with pytest.raises(WorkerError, match=f"torn; make a new one: rank 0 .*{named}"), engine() as made:
+        with pytest.raises(PlanMismatchError, match=named):
+            made.load_checkpoint(tmp_path)
+        made.step(torch.randn(4, 4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,15 @@ def test_local_workers_take_them_too() -> None:
     assert result.losses == pytest.approx(expected.losses, rel=1e-12)
     for name, weights in pipe.state_dict().items():
         assert torch.allclose(weights, expected.state_dict[name], rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(("given", "kind"), [(5, "int"), ("abcd", "str"), ({"x": [1]}, "dict")])
+def test_microbatches_of_what_is_no_sequence_are_refused_where_they_are_made(
+    given: object, kind: str
+) -> None:
+    with pytest.raises(InputError, match=f"a sequence of batches, not a {kind}; expected such as"):
+        Microbatches(given)  # type: ignore[arg-type]
+    assert pickle.loads(pickle.dumps(Microbatches([1, 2]))) == (1, 2)
 
 
 def test_microbatches_are_refused_instead_of_a_batch_and_if_too_few() -> None:

@@ -213,6 +213,11 @@ def _newest(folder: Path) -> Path:
     path, before = folder / name, _before(folder, name)
     if not path.exists() and before.exists():
         return before  # killed while another of the same update took its place
+    if not path.exists():
+        raise PlanMismatchError(
+            f"{pointer} names {name!r}, which {folder} does not hold; write the name of a checkpoint of "
+            f"{folder} into it"
+        )
     return path
 
 

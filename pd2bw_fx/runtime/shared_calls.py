@@ -72,7 +72,8 @@ class SharedCalls:
         if self.is_closed:
             raise InputError("this engine was closed; make a new one")
         if self.is_broken:
-            raise WorkerError("this engine failed before and its pipeline is torn; make a new one")
+            why = "" if self._why_broken is None else f": {self._why_broken}"
+            raise WorkerError(f"this engine failed before and its pipeline is torn; make a new one{why}")
         if not dist.is_initialized():
             raise InputError(
                 "the process group was destroyed while the engine was open; call engine.close() before "
