@@ -1,10 +1,11 @@
-"""Sums, products and quotients of a complex tensor and a real number, and writes to parts, part by part.
+"""Computations of complex tensors, part by part: with a number, of matrices, exp, zeros, writes.
 
 The exporter has complex tensors as pairs of numbers in a last dimension, and looks for one in the number too.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -54,6 +55,55 @@ def _put_into_places(self: Tensor, places: Any, value: Any) -> Any:
     return None
 
 
+def _contracted(equation: Any, *operands: Any) -> Any:
+    factors = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
+    if not isinstance(equation, str) or len(factors) != 2:
+        return NotImplemented
+    return _by_parts(functools.partial(torch.einsum, equation), *factors)
+
+
+def _matrix_product(self: Any, other: Any, *, out: Tensor | None = None) -> Any:
+    return NotImplemented if out is not None else _by_parts(torch.matmul, self, other)
+
+
+def _by_parts(product: Callable[[Tensor, Tensor], Tensor], first: Any, second: Any) -> Any:
+    if not all(isinstance(factor, Tensor) and factor.is_complex() for factor in (first, second)):
+        return NotImplemented
+    (real, imaginary), (other_real, other_imaginary) = _two_parts(first), _two_parts(second)
+    parts = (
+        product(real, other_real) - product(imaginary, other_imaginary),
+        product(real, other_imaginary) + product(imaginary, other_real),
+    )
+    return torch.view_as_complex(torch.stack(parts, -1))
+
+
+def _two_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    return _parts(tensor).unbind(-1)
+
+
+def _exponential(self: Any, *, out: Tensor | None = None) -> Any:
+    if out is not None or not isinstance(self, Tensor) or not self.is_complex():
+        return NotImplemented
+    real, angle = _two_parts(self)
+    return torch.view_as_complex(torch.stack([angle.cos(), angle.sin()], -1) * real.exp().unsqueeze(-1))
+
+
+def _zeros(*size: Any, dtype: torch.dtype | None = None, device: Any = None, **others: Any) -> Any:
+    """The exporter makes real zeros of them."""
+    if dtype is None or not dtype.is_complex or others:
+        return NotImplemented
+    sizes = size[0] if len(size) == 1 and isinstance(size[0], list | tuple) else size
+    return torch.view_as_complex(torch.zeros(*sizes, 2, dtype=dtype.to_real(), device=device))
+
+
+def _new_zeros(self: Tensor, *size: Any, dtype: torch.dtype | None = None, **others: Any) -> Any:
+    return _zeros(*size, dtype=dtype or self.dtype, **{"device": self.device} | others)
+
+
+def _zeros_like(self: Tensor, *, dtype: torch.dtype | None = None, **others: Any) -> Any:
+    return _zeros(*self.shape, dtype=dtype or self.dtype, **{"device": self.device} | others)
+
+
 def _are_complex_and_real(tensor: Any, number: Any) -> bool:
     return isinstance(tensor, Tensor) and tensor.dtype.is_complex and isinstance(number, int | float)
 
@@ -68,6 +118,7 @@ def _parts(tensor: Tensor) -> Tensor:
 
 BY_NAME: Mapping[str, Callable[..., Any]] = {
     "__add__": _plus,
+    "__matmul__": _matrix_product,
     "__mul__": _times,
     "__radd__": _plus,
     "__rmul__": _times,
@@ -75,10 +126,18 @@ BY_NAME: Mapping[str, Callable[..., Any]] = {
     "__sub__": _minus,
     "__truediv__": divided_by_number,
     "add": _plus,
+    "bmm": _matrix_product,
+    "einsum": _contracted,
+    "exp": _exponential,
+    "matmul": _matrix_product,
+    "mm": _matrix_product,
+    "new_zeros": _new_zeros,
     "mul": _times,
     "multiply": _times,
     "sub": _minus,
     "subtract": _minus,
     "true_divide": divided_by_number,
+    "zeros": _zeros,
+    "zeros_like": _zeros_like,
 }
 """Functions of torch and tensors."""
