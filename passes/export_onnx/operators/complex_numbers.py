@@ -55,15 +55,15 @@ def _put_into_places(self: Tensor, places: Any, value: Any) -> Any:
     return None
 
 
-def _contracted(equation: Any, *operands: Any) -> Any:
+def _contracted(equation: Any = None, *operands: Any, **named: Any) -> Any:
     factors = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
-    if not isinstance(equation, str) or len(factors) != 2:
+    if named or not isinstance(equation, str) or len(factors) != 2:
         return NotImplemented
     return _by_parts(functools.partial(torch.einsum, equation), *factors)
 
 
-def _matrix_product(self: Any, other: Any, *, out: Tensor | None = None) -> Any:
-    return NotImplemented if out is not None else _by_parts(torch.matmul, self, other)
+def _matrix_product(*factors: Any, **named: Any) -> Any:
+    return NotImplemented if named or len(factors) != 2 else _by_parts(torch.matmul, *factors)
 
 
 def _by_parts(product: Callable[[Tensor, Tensor], Tensor], first: Any, second: Any) -> Any:
@@ -81,8 +81,8 @@ def _two_parts(tensor: Tensor) -> tuple[Tensor, ...]:
     return _parts(tensor).unbind(-1)
 
 
-def _exponential(self: Any, *, out: Tensor | None = None) -> Any:
-    if out is not None or not isinstance(self, Tensor) or not self.is_complex():
+def _exponential(self: Any = None, **named: Any) -> Any:
+    if named or not isinstance(self, Tensor) or not self.is_complex():
         return NotImplemented
     real, angle = _two_parts(self)
     return torch.view_as_complex(torch.stack([angle.cos(), angle.sin()], -1) * real.exp().unsqueeze(-1))
