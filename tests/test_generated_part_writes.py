@@ -149,6 +149,24 @@ def test_complex_numbers_are_assigned_as_others_are() -> None:
 """ in _source(_Spectral(), torch.randn(4, 8, 8, dtype=torch.float64))
 
 
+class _Real(nn.Module):
+    """Puts pairs of numbers where the real parts are: no dimension of complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept, others = (torch.zeros(2, 2, dtype=torch.complex128) for _ in range(2))
+        own = torch.view_as_real(self.weight)
+        kept[:2] = torch.view_as_complex(torch.view_as_real(others).select_scatter(own, 2, 0)) * 2
+        return torch.view_as_real(torch.fft.fft(x) @ kept).square().mean()  # type: ignore[no-any-return]
+
+
+def test_real_parts_are_not_taken_for_a_dimension_of_complex_numbers() -> None:
+    assert "select_scatter(" in _source(_Real(), torch.randn(4, 2, dtype=torch.float64))
+
+
 class _Decoder(nn.Module):
     """Puts its outputs into a tensor, step by step, as seq2seq models do."""
 

@@ -75,7 +75,7 @@ class Looped:
             column: [rounds.flow.makers[value] for value in column if isinstance(value, int)]
             for column in columns
         }
-        entries = {column: [rounds.body[line] for line, _ in made] for column, made in makers.items()}
+        entries = {column: [rounds.body[at] for at, _ in made] for column, made in makers.items()}
         lists = {
             column: {entry.listed if isinstance(entry, Statement) else "" for entry in made}
             for column, made in entries.items()
@@ -83,11 +83,11 @@ class Looped:
         authors = [{listed} for listed, _ in names_over_lists(rounds.authors_loop)]
         if {""} not in authors and sorted(map(sorted, lists.values())) == sorted(map(sorted, authors)):
             return sorted(columns, key=lambda column: authors.index(lists[column]))
-        header = rounds.authors_loop.rpartition("/")[2]
+        line = rounds.authors_loop.rpartition("/")[2]
         made = [entry for column in columns for entry in entries[column]]
-        is_of_header = all(isinstance(entry, Statement) and entry.place == header for entry in made)
+        is_of_loop = all(isinstance(entry, Statement) and entry.place == line for entry in made)
         is_made = all(len(makers[column]) == len(column) for column in columns)
-        return sorted(columns, key=lambda column: makers[column][0]) if is_of_header and is_made else ()
+        return sorted(columns, key=lambda column: makers[column][0]) if is_of_loop and is_made else ()
 
     def _is_for_rounds_alone(self, value: int | str, place: TokenAt) -> bool:
         """Whether a value from before is read only where rounds read what this place makes."""

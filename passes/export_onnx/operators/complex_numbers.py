@@ -1,4 +1,4 @@
-"""Computations of complex tensors, part by part: with a number, of matrices, exp, zeros, writes.
+"""Computations of complex tensors, part by part: sums, products (also of matrices), exp, zeros and writes.
 
 The exporter has complex tensors as pairs of numbers in a last dimension, and looks for one in the number too.
 """
