@@ -40,7 +40,7 @@ class Microbatches(tuple[Any, ...]):
     def __new__(cls, batches: Iterable[Any] = ()) -> Self:
         if isinstance(batches, str | bytes | Mapping) or not isinstance(batches, Iterable):
             raise InputError(
-                f"Microbatches takes a sequence of batches, found one {type(batches).__name__}; expected such as "
+                f"Microbatches takes a sequence of batches, found one {type(batches).__name__}; expected "
                 "Microbatches([(x[:3], y[:3]), (x[3:], y[3:])])"
             )
         return super().__new__(cls, batches)

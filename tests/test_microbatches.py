@@ -53,7 +53,7 @@ def test_local_workers_take_them_too() -> None:
 def test_microbatches_of_what_is_no_sequence_are_refused_where_they_are_made(
     given: object, kind: str
 ) -> None:
-    with pytest.raises(InputError, match=f"a sequence of batches, found one {kind}; expected such as"):
+    with pytest.raises(InputError, match=f"a sequence of batches, found one {kind}; expected Micro"):
         Microbatches(given)  # type: ignore[arg-type]
     assert pickle.loads(pickle.dumps(Microbatches([1, 2]))) == (1, 2)
 
