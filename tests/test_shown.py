@@ -7,6 +7,7 @@ import torch
 
 import pd2bw_fx
 from pd2bw_fx.metrics import Metrics
+from pd2bw_fx.models import build
 from pd2bw_fx.models.gpt import GPT, GPTConfig
 from pd2bw_fx.runtime.local_run import TrainResult
 from tests.stages import split_of_our_own
@@ -52,3 +53,14 @@ def test_a_run_is_shown_by_its_first_and_last_loss() -> None:
     assert repr(metrics) == "<Metrics of 2bw: 3 updates, loss 5 to 2.5>"
     assert repr(TrainResult(metrics.losses, {}, metrics)) == "<TrainResult: 3 updates, loss 5 to 2.5>"
     assert repr(TrainResult((), {}, Metrics("2bw", 4, (), ()))) == "<TrainResult: no updates>"
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_an_engine_is_shown_by_its_rank_and_how_far_it_is() -> None:
+    pipe = split_of_our_own("mlp", cluster=1)
+    batch = build("mlp").example_inputs(batch_size=4)
+    with pipe.engine(optimizer=torch.optim.SGD, microbatches_per_update=2) as engine:
+        engine.step(batch)
+        shown = "<Engine of rank 0 (stage 0) on cpu: 2bw, 2 microbatches an update, after 1 update>"
+        assert repr(engine) == shown
+    assert repr(engine) == shown  # closed

@@ -106,6 +106,13 @@ class EngineParts:
         self._calls.perform_by(self._runner.where)
         self._draw_by(agreed_seed(options.seed, self._control))
 
+    def __repr__(self) -> str:
+        job = self.job
+        return (
+            f"<Engine of {job.name_of(self.rank)} on {self.device}: {job.method}, "
+            f"{counted(job.microbatches_per_update, 'microbatch')} an update, {self.doing()}>"
+        )
+
     @property
     def rank(self) -> int:
         """This process's rank; the ranks are numbered from 0 in the order of the plan's devices."""
