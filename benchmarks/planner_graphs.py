@@ -3,6 +3,7 @@
     python benchmarks/planner_graphs.py                   # GPT of 24 layers, and the branchy graphs
     python benchmarks/planner_graphs.py gpt24 gpt96       # by name
     python benchmarks/planner_graphs.py 2bw               # recompute per stage, unlike devices and links
+    python benchmarks/planner_graphs.py tight             # memory that leaves no room for equal stages
 
 `others` is the best of the rules in `partition/baselines.py` that fits; `equal` is equal blocks with one
 recompute flag, as in the 2BW paper. Seconds are of planning alone, tracing and profiling not counted:
@@ -130,6 +131,17 @@ def two_bw_cases() -> Iterator[Case]:
     yield Case("2bw, gpt 96 layers, 16 devices, 32 GiB", problem, uniform(16, 32), 0.01, 30, "auto", layers)
 
 
+def tight_cases() -> Iterator[Case]:
+    """Nothing is recomputed, so that the first stages, with most microbatches in flight, have to be short."""
+    for num_layers, num_devices, sizes_gib in ((24, 8, (10, 12, 16)), (96, 16, (32, 44))):
+        graph, costs = gpt(num_layers)
+        problem = coarsen(graph, costs, uniform(num_devices))
+        layers = layers_of(graph, problem)
+        for size_gib in sizes_gib:
+            name = f"tight, gpt {num_layers} layers, {num_devices} devices, {size_gib} GiB"
+            yield Case(name, problem, uniform(num_devices, size_gib), 0.01, 30, layers=layers)
+
+
 def branchy_cases() -> Iterator[Case]:
     for name, make in BRANCHY.items():
         drawn = make()
@@ -147,6 +159,7 @@ SUITES = {
     "gpt24": lambda: gpt_cases(24),
     "gpt96": lambda: gpt_cases(96),
     "2bw": two_bw_cases,
+    "tight": tight_cases,
     "branchy": branchy_cases,
 }
 

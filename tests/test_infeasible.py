@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,8 @@ from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.device import Device
 from pd2bw_fx.errors import InfeasibleError
 from pd2bw_fx.passes.partition import partition, plan_problem
-from pd2bw_fx.passes.partition.instance import Integers
+from pd2bw_fx.passes.partition.bounds.frontiers import Frontiers
+from pd2bw_fx.passes.partition.instance import Instance, Integers
 from pd2bw_fx.passes.partition.search.search_state import SearchState
 from pd2bw_fx.passes.solver import Status
 from pd2bw_fx.problem import Block, ParameterSize, Problem, Value
@@ -92,14 +94,19 @@ def test_devices_of_equal_memory_are_asked_once_what_fits(monkeypatch: pytest.Mo
     problem = chain((100, 300, 200, 300) * 3, 5)
     speeds = (1.0, 1.1, 1.2, 1.3, 1.4)
     blocks = tuple(dataclasses.replace(block, forward_s=speeds) for block in problem.blocks)
-    asked: list[int] = []
-    ask = SearchState._ask
+    asked: list[float] = []
+    ask, chain_within = SearchState._ask, Frontiers.chain
 
     def counted(state: SearchState, choice: int, target_s: float) -> tuple[Status, Integers | None]:
-        asked.append(choice)
+        asked.append(target_s)
         return ask(state, choice, target_s)
 
+    def counted_too(frontiers: Frontiers, instance: Instance, target_s: float, deadline: Any) -> Any:
+        asked.append(target_s)
+        return chain_within(frontiers, instance, target_s, deadline)
+
     monkeypatch.setattr(SearchState, "_ask", counted)
+    monkeypatch.setattr(Frontiers, "chain", counted_too)
     monkeypatch.setattr(plan_problem, "infeasible_error", lambda *_, **__: InfeasibleError("as said"))
     with pytest.raises(InfeasibleError):
         partition(dataclasses.replace(problem, blocks=blocks), devices_of(*(1700,) * 5))

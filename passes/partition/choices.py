@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pd2bw_fx.errors import SolverError
 from pd2bw_fx.passes.solver import Status
 
 from .instance import Floats, Instance, Integers
@@ -34,6 +35,15 @@ class NothingFaster(Exception):
     def __init__(self, bound_s: float) -> None:
         super().__init__(f"nothing faster was found; no plan is faster than {bound_s} s")
         self.bound_s = bound_s
+
+
+class NoPlanInTime(SolverError):
+    """Raised where the time ran out before any plan was found, or that there is none."""
+
+    def __init__(self, nearest: str = "") -> None:
+        super().__init__(
+            f"there was no time to find a plan, or that there is none; {nearest}raise time_limit_s"
+        )
 
 
 class Answer(NamedTuple):

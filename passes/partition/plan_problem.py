@@ -17,14 +17,18 @@ from pd2bw_fx.plan import Plan, Progress
 from pd2bw_fx.problem import Problem
 from pd2bw_fx.units import counted
 
-from .choices import Deadline
+from .choices import Deadline, NoPlanInTime
 from .constrain import constrain
-from .infeasibility.infeasible import infeasible_error
+from .infeasibility.infeasible import infeasible_error, no_plan_in_time
 from .memory_kept import METHODS, kept_by
 from .planning import plan_of, proven_for
 from .reader import check_problem
 from .request import Keeping, SearchRequest
 from .search.search_with_routes import search_faster_with_routes, search_with_routes
+
+_NEAREST_SHARE = (
+    0.25  # of the time limit, after the search, for what is nearest to fitting if it found no plan
+)
 
 
 def partition(
@@ -92,11 +96,18 @@ def partition(
     orders = request.orders()
     choices = request.choices(orders)
     given: dict[str, Any] = {"solver": solver, "max_gap": max_gap, "deadline": deadline, "report": progress}
-    found = (
-        search_with_routes(choices, **given)
-        if faster_than_s is None
-        else search_faster_with_routes(choices, faster_than_s, **given)
-    )
+    try:
+        found = (
+            search_with_routes(choices, **given)
+            if faster_than_s is None
+            else search_faster_with_routes(choices, faster_than_s, **given)
+        )
+    except NoPlanInTime:
+        if deadline.is_stopped:
+            raise
+        has_more = within is not None and within.left_s > 0
+        share = Deadline(_NEAREST_SHARE * time_limit_s, within=within if has_more else None)
+        raise no_plan_in_time(request, choices, orders, solver=solver, deadline=share) from None
     if found is None:
         raise infeasible_error(request, choices, orders, solver=solver, within=within)
     plan = plan_of(

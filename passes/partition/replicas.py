@@ -28,7 +28,7 @@ from pd2bw_fx.passes.solver import check_solver
 from pd2bw_fx.plan import Plan, Progress
 from pd2bw_fx.problem import Problem
 
-from .choices import Choices, Deadline, SearchResult
+from .choices import Choices, Deadline, NoPlanInTime, SearchResult
 from .constrain import Constrained, constrain
 from .gradient_sums import GradientSums
 from .instance import Instance
@@ -114,7 +114,7 @@ def partition_replicated(
         if best is None or found.bottleneck_s < best.bottleneck_s:
             best = request.plan(choices, found, method=method, solver=solver)
     if best is None and ran_out:
-        raise SolverError("the time limit passed before any plan was found; raise time_limit_s")
+        raise NoPlanInTime
     if best is None:
         raise InfeasibleError(
             f"no assignment fits on {len(cluster)} devices of {cluster.devices[0].memory_bytes} bytes, "

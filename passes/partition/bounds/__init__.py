@@ -6,6 +6,7 @@ load_network.py   the network of those cuts
 downsets.py       all assignments of a graph with few down-sets, by dynamic programming
 relaxation.py     the same with relaxed rules for a tensor's cost and for memory
 relaxed_bound.py  bounds for stages that are all alike, over joined nodes and over all
+frontiers.py      how far stages get within a target and their memory, by the largest down-sets alone
 stage_table.py    all stages that a chain of down-sets can have within a target
 chains.py         the fastest chain of down-sets, and the one that leaves most room to hand tensors on
 accounts.py       the latter, where the stages of all chains are too many for a table

@@ -305,15 +305,24 @@ def down_sets(
 ) -> list[int] | None:
     """Returns all down-sets as bit masks, or None where there are more than `max_sets`. Nodes are in a
     topological order. Raises OutOfTime."""
+    found = down_sets_and_ready(num_nodes, edges, max_sets, deadline)
+    return None if found is None else list(found)
+
+
+def down_sets_and_ready(
+    num_nodes: int, edges: Sequence[tuple[int, int]], max_sets: int, deadline: Any = None
+) -> dict[int, tuple[int, ...]] | None:
+    """Returns the down-sets of `down_sets`, smaller ones first, each with the nodes of which one more makes
+    another."""
     before, after = _neighbours(num_nodes, edges)
     if _are_more_than(max_sets, before, after):
         return None
-    roots = tuple(v for v in range(num_nodes) if not before[v])
-    found: list[int] = [0]
-    level: dict[int, tuple[int, ...]] = {0: roots}
+    found: dict[int, tuple[int, ...]] = {}
+    level: dict[int, tuple[int, ...]] = {0: tuple(v for v in range(num_nodes) if not before[v])}
     while level:
         if deadline is not None and deadline.left_s == 0:
             raise OutOfTime
+        found |= level
         larger: dict[int, tuple[int, ...]] = {}
         for members, ready in level.items():
             for node in ready:
@@ -322,7 +331,6 @@ def down_sets(
                     continue
                 more = [v for v in after[node] if before[v] & ~grown == 0]
                 larger[grown] = (*(v for v in ready if v != node), *more)
-        found += larger
         level = larger
     return found
 

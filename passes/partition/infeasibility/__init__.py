@@ -1,4 +1,4 @@
-"""The error that says why there is no plan.
+"""The errors that say why there is no plan, or that none was found in time.
 
 infeasible.py  which block, constraints or devices exclude every assignment
 shortfall.py   by how many bytes the memory limits are too small

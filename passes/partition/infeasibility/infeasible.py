@@ -10,7 +10,7 @@ import numpy as np
 
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.errors import InfeasibleError, SolverError
-from pd2bw_fx.passes.partition.choices import Choices, Deadline
+from pd2bw_fx.passes.partition.choices import Choices, Deadline, NoPlanInTime
 from pd2bw_fx.passes.partition.constrain import Pin
 from pd2bw_fx.passes.partition.devices import DeviceOrders
 from pd2bw_fx.passes.partition.instance import Instance
@@ -56,6 +56,29 @@ def infeasible_error(
         return _does_not_fit(request, choices)
 
 
+def no_plan_in_time(
+    request: SearchRequest, choices: Choices, orders: DeviceOrders, *, solver: str, deadline: Deadline
+) -> NoPlanInTime:
+    """Returns the error to raise where the time was too short. It has what is nearest to fitting, and what
+    would be enough, as far as the deadline allows to find these."""
+    nearest = least_shortfall(choices, solver=solver, within=deadline)
+    if nearest is None or nearest.share <= 1.0:
+        return NoPlanInTime()
+    limits = choices[nearest.choice].limit_bytes
+    short = np.flatnonzero(nearest.need_bytes > limits).tolist()
+    devices = [orders[nearest.choice][stage] for stage in short]
+    changes = nearest_changes(request, choices, devices, solver=solver, within=deadline)
+    stage = int((nearest.need_bytes / limits).argmax())
+    device = request.cluster.devices[orders[nearest.choice][stage]]
+    enough = f"with {', or '.join(changes.lines)} it fits, as " if changes.lines else ""
+    return NoPlanInTime(
+        f"the nearest that was found needs {format_bytes(nearest.need_bytes[stage])} for stage {stage} on "
+        f"{device.name}, which has {format_bytes(device.memory_bytes)}; {enough}all does with "
+        f"{_rounded_up(nearest.share)} times the memory on every device; try "
+        f"{', '.join([*changes.unsettled, 'a smaller microbatch'])}, or "
+    )
+
+
 class _Question:
     """Asks whether there is an assignment if only some of the pins and memory limits hold."""
 
@@ -68,6 +91,9 @@ class _Question:
     def is_possible(self, pins: Sequence[Pin], devices: Sequence[int]) -> bool:
         """Returns whether there is an assignment with these pins and the limits of these devices alone. It is
         True also if the time ran out before an answer."""
+        if self.deadline.left_s == 0:
+            self.ran_out = True
+            return True
         others = set(range(len(self.request.cluster))) - set(devices)
         request = replace(self.request, pins=tuple(pins)).with_memory(dict.fromkeys(others, _PLENTY_BYTES))
         # The gap is nearly one because any assignment will do.
@@ -155,7 +181,9 @@ def _least_excess(
     need, choice = nearest.need_bytes, nearest.choice
     stage = int((need / choices[choice].limit_bytes).argmax())
     device = cluster.devices[orders[choice][stage]]
-    question = _Question(request, solver=solver, deadline=deadline)
+    # Half of the time is for what would be enough.
+    half = Deadline(deadline.left_s / 2, within=deadline)
+    question = _Question(request, solver=solver, deadline=half)
     fewest, limited = question.fewest(request.pins, request.order or range(len(cluster)))
     needs = {orders[choice][at]: float(amount) for at, amount in enumerate(need)}
     reasons = [_reason(cluster, other, needs.get(other)) for other in limited]

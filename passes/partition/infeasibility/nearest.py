@@ -20,7 +20,7 @@ _PLENTY_BYTES = 10**18  # stands for no limit
 _ANY, _FINE = 0.999, 0.01  # gaps: any plan will do; its time is printed
 _DEVICES_TRIED = 3
 _STAGES_TRIED = 8
-MORE_STAGES, RECOMPUTE = "more stages", 'recompute="auto"'
+MORE_STAGES, RECOMPUTE, MORE_MEMORY = "more stages", 'recompute="auto"', "more memory"
 
 
 @dataclass(frozen=True)
@@ -40,39 +40,43 @@ def nearest_changes(
     solver: str,
     within: Deadline,
 ) -> NearestChanges:
-    """Tries more memory on each of `devices`, recomputation where it was off, and the fewest additional
+    """Tries recomputation where it was off, more memory on each of `devices`, and the fewest additional
     stages."""
-    cluster, deadline = request.cluster, Deadline(_TIME_S, within=within)
-    lines, unsettled = [], []
-    for device in request.one_of_each(devices)[:_DEVICES_TRIED]:
-        more = _least_more(request, device, solver=solver, deadline=deadline)
-        if more is not None:
-            name = cluster.devices[device].name
-            lines.append(f"{_rounded_up(more[0])} more on {name} ({_time(more[1])})")
-    looks: list[tuple[str, Callable[[], str | None]]] = [
+    deadline = Deadline(_TIME_S, within=within)
+
+    def more_memory() -> list[str]:
+        found = []
+        for device in request.one_of_each(devices)[:_DEVICES_TRIED]:
+            more = _least_more(request, device, solver=solver, deadline=deadline)
+            if more is not None:
+                name = request.cluster.devices[device].name
+                found.append(f"{_rounded_up(more[0])} more on {name} ({_time(more[1])})")
+        return found
+
+    # Recomputation is tried first: it needs nothing, and one search tells whether it is enough.
+    looks: list[tuple[str, Callable[[], list[str]]]] = [
         (RECOMPUTE, lambda: _recomputed(choices, solver=solver, deadline=deadline)),
+        (MORE_MEMORY, more_memory),
         (MORE_STAGES, lambda: _fewest_stages_more(request, solver=solver, within=within)),
     ]
+    lines, unsettled = [], []
     for change, look in looks:
         try:
-            line = look()
+            lines += look()
         except SolverError:
             unsettled.append(change)
-            continue
-        if line is not None:
-            lines.append(line)
     return NearestChanges(tuple(lines), tuple(unsettled))
 
 
-def _recomputed(choices: Choices, *, solver: str, deadline: Deadline) -> str | None:
+def _recomputed(choices: Choices, *, solver: str, deadline: Deadline) -> list[str]:
     if choices[0].recompute is not False:
-        return None
+        return []
     again = choices.changed(lambda instance: replace(instance, recompute="auto"))
     found = _searched(again, solver=solver, deadline=deadline)
-    return None if found is None else f"{RECOMPUTE} ({_time(found)})"
+    return [] if found is None else [f"{RECOMPUTE} ({_time(found)})"]
 
 
-def _fewest_stages_more(request: SearchRequest, *, solver: str, within: Deadline) -> str | None:
+def _fewest_stages_more(request: SearchRequest, *, solver: str, within: Deadline) -> list[str]:
     """Returns the fewest additional stages, on free devices first and then on further ones like the last.
 
     It tries one number after another, because what fits on some stages need not fit on more of them: they
@@ -82,7 +86,7 @@ def _fewest_stages_more(request: SearchRequest, *, solver: str, within: Deadline
         SolverError: the time ran out before any number was found to be enough.
     """
     if request.order is not None:
-        return None  # The method has device slots for this many stages only.
+        return []  # The method has device slots for this many stages only.
     deadline = Deadline(_STAGES_TIME_S, within=within)
     ran_out = None
     for more in range(1, min(_STAGES_TRIED, len(request.problem.blocks) - request.num_stages) + 1):
@@ -96,10 +100,10 @@ def _fewest_stages_more(request: SearchRequest, *, solver: str, within: Deadline
             ran_out = error
             continue
         if found is not None:
-            return f"{_stages_more(request, more)} ({_time(found)})"
+            return [f"{_stages_more(request, more)} ({_time(found)})"]
     if ran_out is not None:
         raise ran_out
-    return None
+    return []
 
 
 def _stages_more(request: SearchRequest, more: int) -> str:

@@ -12,7 +12,7 @@ from pd2bw_fx.errors import SolverError
 from pd2bw_fx.passes.partition.choices import Choices, Deadline
 from pd2bw_fx.passes.partition.instance import Floats, Instance, Integers, evaluate
 from pd2bw_fx.passes.partition.integer_program.assignment import Windows
-from pd2bw_fx.passes.partition.integer_program.feasibility import FeasibilityProgram
+from pd2bw_fx.passes.partition.integer_program.feasibility import FeasibilityProgram, takes_too_long
 from pd2bw_fx.passes.partition.search.search import search
 from pd2bw_fx.passes.solver import Status
 
@@ -47,6 +47,9 @@ def least_shortfall(choices: Choices, *, solver: str, within: Deadline) -> Short
         instance = choices[choice]
         n, k = instance.num_nodes, instance.num_stages
         windows = Windows(np.zeros(n, dtype=np.int64), np.full(n, k - 1, dtype=np.int64))
+        if takes_too_long(instance, windows, min(_PROGRAM_TIME_S, within.left_s)):
+            is_least = False
+            break
         program = FeasibilityProgram(instance, np.inf, windows, soft_memory=True)
         status, stage_of = program.solve(solver=solver, time_limit_s=min(_PROGRAM_TIME_S, within.left_s))
         is_least &= status in (Status.OPTIMAL, Status.INFEASIBLE)

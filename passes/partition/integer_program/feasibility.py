@@ -20,6 +20,19 @@ from pd2bw_fx.passes.solver import IntegerProgram, Status
 from .assignment import Assignment, Row, Windows
 from .memory_rows import MemoryRows
 
+_ROW_S = 8e-5  # to write a row down
+_FEW_ROWS = 50_000  # are written down however little time there is
+
+
+def takes_too_long(instance: Instance, windows: Windows, left_s: float) -> bool:
+    """Returns whether the program would take more than half of this time to write down."""
+    widths = windows.last - windows.first + 1
+    nets = [list(net.members) for net in instance.nets]
+    spans = np.array([int(windows.last[at].max() - windows.first[at].min()) for at in nets], dtype=np.int64)
+    pairs = spans * (spans + 1) // 2 if instance.per_destination else 2 * spans
+    num_rows = int(widths.sum() + pairs.sum())
+    return num_rows > _FEW_ROWS and num_rows * _ROW_S > left_s / 2
+
 
 class FeasibilityProgram:
     """The program for one instance, one target, and the windows that hold for that target.

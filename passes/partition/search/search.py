@@ -25,18 +25,20 @@ import numpy as np
 
 from pd2bw_fx.errors import SolverError
 from pd2bw_fx.passes.partition.bounds.downsets import DeviceKind
-from pd2bw_fx.passes.partition.choices import Answer, Choices, Deadline, SearchResult
+from pd2bw_fx.passes.partition.choices import Answer, Choices, Deadline, NoPlanInTime, SearchResult
 from pd2bw_fx.plan import Progress
 
 from .by_cuts import ByCuts
+from .by_frontiers import ByFrontiers
 from .search_state import SearchState
 
 _FINEST_GAP = 3e-6  # a smaller gap could not be told from a solver's tolerance
 _FIRST_SHARE = 0.2  # of the time limit, for the first cuts and the programs after them
 _FIRST_TIME_S = 5.0  # seconds that these have at most
+_FIT_SHARE = 0.1  # of the time left, for telling what work and memory alone exclude
 _FIRST_SHARE_OF_WORKLOADS = 0.02  # of the time left: short, because their down-sets may be enumerated instead
 _FEW_DOWN_SETS = 40_000  # listed for relaxed rules before programs are asked
-_MANY_NODES = 500  # joining more takes longer than most programs do
+_MANY_NODES = 500  # joining more takes longer than most programs do, and cutting orders than frontiers do
 _SMALL = 2000  # nodes times stages: at most so many where they are listed anew for each target
 _CUTS_SHARE = 0.9  # of the time left, for the cuts near a target
 _PROGRAMS_SHARE = 0.3  # of the time left, for programs before these branch
@@ -102,7 +104,7 @@ def search(
             "less, or another solver"
         )
     if found is None and bound_s < np.inf:
-        raise SolverError("the time limit passed before any plan was found; raise time_limit_s")
+        raise NoPlanInTime
     return found
 
 
@@ -126,8 +128,13 @@ def search_faster(
     state.bottleneck_s = faster_than_s
     gap = max(max_gap, _FINEST_GAP)
     try:
+        by_frontiers = ByFrontiers(state, Deadline(deadline.left_s * _FIT_SHARE))
         if not np.isfinite(faster_than_s):
-            state.first_assignments()
+            if choices[0].num_nodes > _MANY_NODES:
+                by_frontiers.settle()
+            if state.bound_s() < np.inf:
+                state.first_assignments()
+        by_frontiers(gap)
         steps = (
             _workload_steps(state, enumerations, early_s=first.left_s)
             if enumerations
@@ -143,6 +150,8 @@ def search_faster(
             state.deadline = Deadline(0.0)
             state.first_assignments()  # stops after one choice: something to take
     if state.stage_of is None:
+        if state.has_left_out and state.bound_s() < faster_than_s == np.inf:
+            raise NoPlanInTime
         return None, state.bound_s()
     return SearchResult(state.choice, state.stage_of, state.bottleneck_s, state.bound_s()), state.bound_s()
 

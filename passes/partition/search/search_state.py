@@ -17,7 +17,7 @@ from pd2bw_fx.passes.partition.bounds.relaxed_bound import RelaxedBound
 from pd2bw_fx.passes.partition.bounds.windows import Reach, windows_for
 from pd2bw_fx.passes.partition.choices import FEW_CHOICES, Answer, Choices, Deadline, floor_of
 from pd2bw_fx.passes.partition.instance import Instance, Integers, respects_edges, within_reach
-from pd2bw_fx.passes.partition.integer_program.feasibility import FeasibilityProgram
+from pd2bw_fx.passes.partition.integer_program.feasibility import FeasibilityProgram, takes_too_long
 from pd2bw_fx.passes.partition.route import loads_of
 from pd2bw_fx.passes.solver import Status
 from pd2bw_fx.plan import Progress
@@ -79,7 +79,7 @@ class SearchState:
         self.seen_s = np.full(len(choices), np.inf)
         self.refuted_s = np.full(len(choices), -np.inf)
         self.floor_s = choices.floor_s()
-        self.is_enumerated = False
+        self.is_enumerated = self.has_left_out = False
         self.joined_nodes: Integers | None = None
         # `max_sets` of the last time that relaxed rules were asked, by whether nodes were joined.
         self.relaxed_sets = {True: 0.0, False: 0.0}
@@ -340,6 +340,9 @@ class SearchState:
         windows = windows_for(near, target_s, self.reach)
         if windows is None or self._is_refuted_by_enumeration(near, target_s):
             return Status.INFEASIBLE, None
+        if takes_too_long(near, windows, self.deadline.left_s):
+            self.has_left_out = True
+            return Status.UNKNOWN, None
         program = FeasibilityProgram(near, target_s, windows)
         excluded: list[Integers] = []
         is_too_large = False
