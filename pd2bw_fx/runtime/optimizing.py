@@ -175,7 +175,8 @@ class RankOptimizer:
             if saved is None:
                 group |= _as_far_along(group, checkpoint.options.values(), checkpoint.path)
                 continue
-            if saved.keys() - {"initial_lr"} != group.keys() - {"params", "initial_lr"}:
+            # It may have more: an optimizer counts its steps in an option that the first of them adds.
+            if group.keys() - saved.keys() - {"params", "initial_lr"}:
                 raise InputError(
                     f"{checkpoint.path} is of another {type(optimizer).__name__}: its options are "
                     f"{', '.join(saved)}; {_GO_ON}"
