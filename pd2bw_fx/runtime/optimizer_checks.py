@@ -6,13 +6,13 @@ import difflib
 import inspect
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -106,6 +106,33 @@ def telling_of_closures(optimizer: Optimizer) -> Iterator[None]:
             f"{type(optimizer).__name__} wants a closure that computes the loss again within a step "
             f"({_in_one_line(error)}), {_BY_GRADIENTS}"
         ) from error
+
+
+@contextmanager
+def telling_of_draws(optimizer: Optimizer, held_elsewhere: Collection[str]) -> Iterator[None]:
+    """Raises InputError where a step draws random numbers for parameters that other ranks hold too.
+
+    `held_elsewhere` are their names. Every rank draws others, so the parameter would have other values on
+    each of its ranks, a little more with each step.
+    """
+    if not held_elsewhere:
+        yield
+        return
+    devices = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
+    before = _random_states(devices)
+    yield
+    if not all(map(torch.equal, before, _random_states(devices))):
+        raise InputError(
+            f"{type(optimizer).__name__} draws random numbers in its step, others on each rank, and "
+            f"{min(held_elsewhere)!r} is held by several ranks, which would no longer agree; draw from a "
+            "torch.Generator that is seeded alike on all ranks, anew for each step and parameter, or train "
+            "without copies of stages and tied parameters"
+        )
+
+
+def _random_states(devices: Iterable[torch.device]) -> list[Tensor]:
+    of_gpus = [torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"]
+    return [torch.get_rng_state(), *of_gpus]
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import numbers
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from pd2bw_fx.runtime.optimizer_checks import (
     require_options_of,
     require_scheduler,
     telling_of_closures,
+    telling_of_draws,
     telling_of_the_last_step,
     warn_of_left_out,
 )
@@ -90,10 +91,13 @@ class RankOptimizer:
         rates = (group.get("lr") for group in groups)
         return tuple(float(rate) for rate in rates if isinstance(rate, float | numbers.Real | Tensor))
 
-    def step(self) -> None:
-        """Raises InputError for an optimizer that wants a closure."""
+    def step(self, *, held_elsewhere: Collection[str] = ()) -> None:
+        """Raises InputError for an optimizer that wants a closure.
+
+        So does one that draws random numbers, where other ranks hold some of the parameters too.
+        """
         assert self.optimizer is not None
-        with telling_of_closures(self.optimizer):
+        with telling_of_closures(self.optimizer), telling_of_draws(self.optimizer, held_elsewhere):
             self.optimizer.step()
 
     def step_scheduler(self) -> None:
