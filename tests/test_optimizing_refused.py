@@ -69,8 +69,8 @@ class Noisy(torch.optim.SGD):
 
 
 def test_an_optimizer_whose_noise_would_drive_copies_apart_is_refused() -> None:
+    RankOptimizer(parameters("norm", "head"), EVERYWHERE, Noisy).step()  # nobody else holds these
     made = RankOptimizer(parameters("norm", "head"), EVERYWHERE, Noisy)
-    made.step()  # nobody else holds these
     with pytest.raises(InputError, match=r"Noisy draws random numbers in its step, .* 'norm' is held by sev"):
         made.step(held_elsewhere=["norm"])
 

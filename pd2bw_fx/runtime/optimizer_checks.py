@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pd2bw_fx.errors import InputError, Pd2bwError
 from pd2bw_fx.units import counted
@@ -108,6 +109,18 @@ def telling_of_closures(optimizer: Optimizer) -> Iterator[None]:
         ) from error
 
 
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether this thread draws from torch's own generator. What other threads draw is not seen."""
+
+    is_drawn = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags and given.get("generator") is None:
+            self.is_drawn = True
+        return func(*args, **given)
+
+
 @contextmanager
 def telling_of_draws(optimizer: Optimizer, held_elsewhere: Collection[str]) -> Iterator[None]:
     """Raises InputError where a step draws random numbers for parameters that other ranks hold too.
@@ -118,21 +131,15 @@ def telling_of_draws(optimizer: Optimizer, held_elsewhere: Collection[str]) -> I
     if not held_elsewhere:
         yield
         return
-    devices = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
-    before = _random_states(devices)
-    yield
-    if not all(map(torch.equal, before, _random_states(devices))):
+    with _Draws() as draws:  # type: ignore[no-untyped-call]
+        yield
+    if draws.is_drawn:
         raise InputError(
             f"{type(optimizer).__name__} draws random numbers in its step, others on each rank, and "
             f"{min(held_elsewhere)!r} is held by several ranks, which would no longer agree; draw from a "
             "torch.Generator that is seeded alike on all ranks, anew for each step and parameter, or train "
             "without copies of stages and tied parameters"
         )
-
-
-def _random_states(devices: Iterable[torch.device]) -> list[Tensor]:
-    of_gpus = [torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"]
-    return [torch.get_rng_state(), *of_gpus]
 
 
 @contextmanager

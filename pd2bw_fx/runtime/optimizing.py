@@ -67,6 +67,7 @@ class RankOptimizer:
         self._scheduler: LRScheduler | None = None
         self.optimizer: Optimizer | None = None
         self._stand_in: Optimizer | None = None
+        self._is_first_step = True
         if not parameters:
             self._stand_in = _without_parameters(optimizer, list(everywhere), options)
             if scheduler is not None and self._stand_in is not None:
@@ -94,11 +95,13 @@ class RankOptimizer:
     def step(self, *, held_elsewhere: Collection[str] = ()) -> None:
         """Raises InputError for an optimizer that wants a closure.
 
-        So does one that draws random numbers, where other ranks hold some of the parameters too.
+        So does one that draws random numbers in its first step, where other ranks hold parameters of it too.
         """
         assert self.optimizer is not None
-        with telling_of_closures(self.optimizer), telling_of_draws(self.optimizer, held_elsewhere):
+        watched = held_elsewhere if self._is_first_step else ()
+        with telling_of_closures(self.optimizer), telling_of_draws(self.optimizer, watched):
             self.optimizer.step()
+        self._is_first_step = False
 
     def step_scheduler(self) -> None:
         """Raises InputError for a scheduler that is at its end."""
