@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
@@ -155,12 +156,17 @@ class BatchLayout:
                 f"{counted(len(batch), 'microbatch')} {were(len(batch))} given, and an update has "
                 f"{num_microbatches}; pass as many"
             )
-        return [self.flatten(one) for one in batch]
+        flat = []
+        for number, one in enumerate(batch):
+            with _telling_which(number):
+                flat.append(self.flatten(one))
+        return flat
 
     def pieces(self, flat: Sequence[Mapping[str, Tensor]], num_microbatches: int) -> list[dict[str, Tensor]]:
         """Returns the microbatches of what `flat_batches` returned. Raises InputError as `cut` does."""
         if len(flat) == 1:
             return self.cut(flat[0], num_microbatches)
+        pieces = []
         for number, one in enumerate(flat):
             empty = [known for known in self.inputs if known.batched and not len(one[known.name])]
             if empty:
@@ -168,7 +174,9 @@ class BatchLayout:
                     f"{empty[0].quoted} has 0 samples in microbatch {number}; each has one at least: "
                     f"{TOO_FEW}"
                 )
-        return [piece for one in flat for piece in self.cut(one, 1)]
+            with _telling_which(number):
+                pieces += self.cut(one, 1)
+        return pieces
 
     def cut(self, flat: Mapping[str, Tensor], num_microbatches: int) -> list[dict[str, Tensor]]:
         """Returns equal microbatches along dimension 0.
@@ -321,6 +329,15 @@ class BatchLayout:
 
     def _listing(self) -> str:
         return ", ".join(str(known) for known in self.inputs) or "no tensor at all"
+
+
+@contextmanager
+def _telling_which(number: int) -> Iterator[None]:
+    """Has an InputError say which of the caller's microbatches it is about."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"microbatch {number}: {error}") from None
 
 
 def _counts(path: tuple[str | int, ...], leaf: Any) -> bool:

@@ -190,9 +190,10 @@ def test_a_worker_that_raises_gives_its_own_traceback(model: nn.Module, pipe: pd
 
     with pytest.raises(
         pd2bw_fx.WorkerError, match=r"(?s)rank \d \(stage 1.*ArithmeticError: the second step"
-    ):
+    ) as raised:
         pipe.train_local(mlp_batches(model) * 5, optimizer=lambda parameters: Exploding(parameters, lr=0.1))
 
+    assert "weights from before this run; what it trained is lost" in raised.value.__notes__[0]
     assert all(torch.equal(tensor, before[name]) for name, tensor in pipe.state_dict().items())
 
 

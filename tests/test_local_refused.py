@@ -20,6 +20,15 @@ pytestmark = pytest.mark.usefixtures("no_process_is_left")
 ELSEWHERE = list(nn.Linear(2, 2).parameters())
 
 
+def noisy(parameters: Any) -> torch.optim.Optimizer:
+    def draw(*_: Any) -> None:
+        torch.rand(1)
+
+    made = sgd(parameters)
+    made.register_step_pre_hook(draw)
+    return made
+
+
 @pytest.fixture(scope="module")
 def model() -> nn.Module:
     torch.manual_seed(0)
@@ -43,6 +52,10 @@ def pipe(model: nn.Module) -> pd2bw_fx.Pipeline:
         (
             {"optimizer": lambda parameters: sgd(ELSEWHERE)},
             "optimizer steps parameters that it was not given",
+        ),
+        (
+            {"optimizer": noisy, "method": "1f1b", "replicas": 2},
+            "SGD draws random numbers in its step, .* is held by several ranks",
         ),
     ],
 )

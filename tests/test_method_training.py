@@ -196,3 +196,50 @@ def test_fp16_leaves_out_an_update_whose_loss_is_not_finite_where_it_may_go_on()
     assert losses == pytest.approx(expected, rel=1e-3)
     for name, tensor in state.items():
         torch.testing.assert_close(tensor, expected_state[name], rtol=1e-3, atol=1e-5)
+
+
+class Steep(nn.Module):
+    """Where `x` is large, gradients overflow fp16 until the loss scale has been halved, and the loss does
+    not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(x)
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden))
+        return (hidden.float().square() * x.abs().amax()).mean()
+
+
+def test_fp16_scales_by_the_version_of_a_microbatch_however_many_there_are() -> None:
+    """With vertical sync on three stages, W(t+1) = W(t) - lr * grad f(W(t-2))."""
+    torch.manual_seed(0)
+    model, batches = Steep(), [torch.randn(4, 4) for _ in range(8)]
+    batches[3] = batches[3] * 100
+    versions, scales = [{n: p.detach().clone() for n, p in model.named_parameters()}], [2.0**16]
+    for update, batch in enumerate(batches):
+        ran_on, newest = max(update - 2, 0), dict(versions[-1])
+        weights = {name: weight.requires_grad_() for name, weight in versions[ran_on].items()}
+        with torch.autocast("cpu", torch.float16):
+            loss = torch.func.functional_call(model, weights, batch)
+        gradients = torch.autograd.grad(loss, list(weights.values()), torch.tensor(scales[ran_on]))
+        is_finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
+        if is_finite:
+            for name, gradient in zip(weights, gradients, strict=True):
+                newest[name] = newest[name].detach() - 0.1 * gradient / scales[ran_on]
+        versions.append(newest)
+        scales.append(scales[-1] if is_finite else scales[-1] / 2)
+    assert scales[-1] < scales[0]
+
+    pipe = split(model, batches[0], cluster=3, costs="analytic", method="pipedream", check=False)
+    pipe.train_local(
+        batches,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        microbatches_per_update=1,
+        vertical_sync=True,
+        precision="fp16",
+    )
+    for name, tensor in pipe.state_dict().items():
+        torch.testing.assert_close(tensor, versions[-1][name])

@@ -69,3 +69,18 @@ def test_microbatches_are_refused_instead_of_a_batch_and_if_too_few() -> None:
     with pytest.raises(InputError, match="3 microbatches were given, and an update has 4"):
         train_reference(model, [few], optimizer=sgd, microbatches_per_update=4)
     assert isinstance(pd2bw_fx.Microbatches([few[0]])[0], torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (torch.zeros(3, 7, dtype=torch.float64), r"batch 0: microbatch 2: the batch's x has shape \(3, 7\)"),
+        (torch.zeros(3, 8), "batch 0: microbatch 2: the batch's x is float32"),
+    ],
+)
+def test_the_microbatch_that_does_not_fit_is_named(wrong: torch.Tensor, told: str) -> None:
+    _, pipe = split(2)
+    first, second, _, fourth = batches()[0]
+
+    with pytest.raises(InputError, match=told):
+        pipe.train_local([Microbatches([first, second, wrong, fourth])], optimizer=sgd)

@@ -185,6 +185,22 @@ def test_a_run_leaves_no_process_unless_it_is_told_to(
     assert children_of(os.getpid()) == before
 
 
+def test_ctrl_c_while_it_imports_is_left_to_its_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    imported = "import os, time\nos.write(0, b'.')\ntime.sleep(0.5)\ndef main(): os.write(0, b'done')\n"
+    (tmp_path / "imported_slowly.py").write_text(imported)
+    monkeypatch.syspath_prepend(tmp_path)
+    ours, theirs = socket.socketpair()
+
+    with ours, theirs:
+        process = nursery._started("imported_slowly", theirs, os.environ)
+        assert ours.recv(1) == b"."
+        process.send_signal(signal.SIGINT)
+        assert process.wait(TIMEOUT_S) == 0
+        assert ours.recv(4) == b"done"
+
+
 def test_without_a_safe_fork_each_worker_is_started_by_itself(
     pipe: pd2bw_fx.Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,6 +99,28 @@ def test_what_two_ranks_saved_goes_on_on_one(tmp_path: Path, scheduler: str) -> 
         assert torch.equal(parameter, whole[name]), name
 
 
+class Counting(torch.optim.SGD):
+    """Counts its steps in an option that the first of them adds, as apex's FusedAdam does."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            group["lr"] = 0.1 / group["step"]
+        super().step(closure)
+
+
+def test_an_option_that_the_first_step_adds_goes_on(tmp_path: Path) -> None:
+    own = parameters("embedding", "norm")
+    made = RankOptimizer(own, EVERYWHERE, Counting)
+    run(made, own, 3)
+    checkpoint = saved(tmp_path, [(made, own)])
+
+    resumed = RankOptimizer(own, EVERYWHERE, Counting)
+    resumed.load(checkpoint, checkpoint.tensors(["optimizer/embedding", "optimizer/norm"]))
+    run(resumed, own, 1)
+    assert resumed.learning_rates == (0.1 / 4,)
+
+
 def test_a_group_without_parameters_here_goes_on_with_its_options(tmp_path: Path) -> None:
     make = functools.partial(
         RankOptimizer, optimizer=torch.optim.SGD, scheduler=SCHEDULERS["exponential"], options=by_dimensions

@@ -59,6 +59,22 @@ def test_an_optimizer_that_wants_a_closure_is_told_in_one_line() -> None:
         made.step()
 
 
+class Noisy(torch.optim.SGD):
+    """Adds noise of torch's own generator to the weights, as Langevin dynamics does."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data += torch.randn_like(parameter)
+
+
+def test_an_optimizer_whose_noise_would_drive_copies_apart_is_refused() -> None:
+    RankOptimizer(parameters("norm", "head"), EVERYWHERE, Noisy).step()  # nobody else holds these
+    made = RankOptimizer(parameters("norm", "head"), EVERYWHERE, Noisy)
+    with pytest.raises(InputError, match=r"Noisy draws random numbers in its step, .* 'norm' is held by sev"):
+        made.step(held_elsewhere=["norm"])
+
+
 def test_an_error_of_an_optimizers_own_is_left_as_it_is() -> None:
     class Faulty(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]

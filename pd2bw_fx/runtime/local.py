@@ -125,7 +125,9 @@ def _trained(pipeline: Pipeline, run: LocalRun, batches: Iterable[Any]) -> Train
                 "batches gave none; a generator can be gone through only once: make one for each call"
             )
         return run.finish()
-    except WorkerError:
+    except WorkerError as error:
+        if run.has_trained:
+            error.add_note(_LOST)
         raise
     except BaseException as error:
         _keep_weights(pipeline, run, error)

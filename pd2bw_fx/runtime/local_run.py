@@ -106,6 +106,10 @@ class LocalRun:
     def num_given(self) -> int:
         return max(self._sent)
 
+    @property
+    def has_trained(self) -> bool:
+        return any(self._done)
+
     def step(self, batch: Any) -> None:
         """Hands out a batch; returns when the workers have room for another one."""
         layout, m = self.jobs[0].layout, self.jobs[0].microbatches_per_update

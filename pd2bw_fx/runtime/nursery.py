@@ -46,7 +46,11 @@ class Process(Protocol):
     def kill(self) -> None: ...
 
 
-_BEGIN = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import main; main()"
+# Ctrl-C is the parent's to answer, also while this process imports torch.
+_BEGIN = (
+    "import json, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    "sys.path[:] = json.loads(sys.argv[1]); from {module} import main; main()"
+)
 
 
 def _started(module: str, end: socket.socket, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -242,7 +246,6 @@ def main() -> None:
 
     from pd2bw_fx.runtime.worker import serve
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     control = socket.socket(fileno=given_end())
     woken, wakes = socket.socketpair()
     wakes.setblocking(False)

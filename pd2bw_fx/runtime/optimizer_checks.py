@@ -6,7 +6,7 @@ import difflib
 import inspect
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pd2bw_fx.errors import InputError, Pd2bwError
 from pd2bw_fx.units import counted
@@ -106,6 +107,39 @@ def telling_of_closures(optimizer: Optimizer) -> Iterator[None]:
             f"{type(optimizer).__name__} wants a closure that computes the loss again within a step "
             f"({_in_one_line(error)}), {_BY_GRADIENTS}"
         ) from error
+
+
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether this thread draws from torch's own generator. What other threads draw is not seen."""
+
+    is_drawn = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags and given.get("generator") is None:
+            self.is_drawn = True
+        return func(*args, **given)
+
+
+@contextmanager
+def telling_of_draws(optimizer: Optimizer, held_elsewhere: Collection[str]) -> Iterator[None]:
+    """Raises InputError where a step draws random numbers for parameters that other ranks hold too.
+
+    `held_elsewhere` are their names. Every rank draws others, so the parameter would have other values on
+    each of its ranks, a little more with each step.
+    """
+    if not held_elsewhere:
+        yield
+        return
+    with _Draws() as draws:  # type: ignore[no-untyped-call]
+        yield
+    if draws.is_drawn:
+        raise InputError(
+            f"{type(optimizer).__name__} draws random numbers in its step, others on each rank, and "
+            f"{min(held_elsewhere)!r} is held by several ranks, which would no longer agree; draw from a "
+            "torch.Generator that is seeded alike on all ranks, anew for each step and parameter, or train "
+            "without copies of stages and tied parameters"
+        )
 
 
 @contextmanager

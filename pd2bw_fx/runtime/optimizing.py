@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import numbers
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from pd2bw_fx.runtime.optimizer_checks import (
     require_options_of,
     require_scheduler,
     telling_of_closures,
+    telling_of_draws,
     telling_of_the_last_step,
     warn_of_left_out,
 )
@@ -66,6 +67,7 @@ class RankOptimizer:
         self._scheduler: LRScheduler | None = None
         self.optimizer: Optimizer | None = None
         self._stand_in: Optimizer | None = None
+        self._is_first_step = True
         if not parameters:
             self._stand_in = _without_parameters(optimizer, list(everywhere), options)
             if scheduler is not None and self._stand_in is not None:
@@ -90,11 +92,16 @@ class RankOptimizer:
         rates = (group.get("lr") for group in groups)
         return tuple(float(rate) for rate in rates if isinstance(rate, float | numbers.Real | Tensor))
 
-    def step(self) -> None:
-        """Raises InputError for an optimizer that wants a closure."""
+    def step(self, *, held_elsewhere: Collection[str] = ()) -> None:
+        """Raises InputError for an optimizer that wants a closure.
+
+        So does one that draws random numbers in its first step, where other ranks hold parameters of it too.
+        """
         assert self.optimizer is not None
-        with telling_of_closures(self.optimizer):
+        watched = held_elsewhere if self._is_first_step else ()
+        with telling_of_closures(self.optimizer), telling_of_draws(self.optimizer, watched):
             self.optimizer.step()
+        self._is_first_step = False
 
     def step_scheduler(self) -> None:
         """Raises InputError for a scheduler that is at its end."""
@@ -175,7 +182,8 @@ class RankOptimizer:
             if saved is None:
                 group |= _as_far_along(group, checkpoint.options.values(), checkpoint.path)
                 continue
-            if saved.keys() - {"initial_lr"} != group.keys() - {"params", "initial_lr"}:
+            # It may have more: an optimizer counts its steps in an option that the first of them adds.
+            if group.keys() - saved.keys() - {"params", "initial_lr"}:
                 raise InputError(
                     f"{checkpoint.path} is of another {type(optimizer).__name__}: its options are "
                     f"{', '.join(saved)}; {_GO_ON}"

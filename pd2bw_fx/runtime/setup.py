@@ -65,11 +65,12 @@ def make_weights(
     holders = {name: ranks for name, ranks in job.holders.items() if name in job.trainable}
     limit = math.inf if max_gradient_norm is None and precision == "fp16" else max_gradient_norm
     counts = {name: len(ranks) for name, ranks in holders.items()}
+    num_versions = max(rules.num_versions(shape, stage) for stage in job.stages)
     weights = WeightStore(
         job.programs,
         job.tensors,
         trainable=job.trainable,
-        num_versions=max(rules.num_versions(shape, stage) for stage in job.stages),
+        num_versions=num_versions,
         device=device,
         keeps_versions=rules.keeps_versions,
         ties=join_ties(holders, job.rank, groups.of),
@@ -77,7 +78,7 @@ def make_weights(
         sums_allowed=0 if groups.is_nccl else math.inf,
         # Its sums start while others of the engine are still to come, each rank at its own time.
         clipping=None if limit is None else Clipping(limit, groups.of_all(), counts),
-        loss_scale=LossScale() if precision == "fp16" else None,
+        loss_scale=LossScale(num_versions) if precision == "fp16" else None,
         corrector=Corrector(corrections, delay_of(job)) if corrections else None,
         average_decay=average_decay,
     )

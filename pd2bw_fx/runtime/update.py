@@ -42,10 +42,12 @@ class LossScale:
     The loss is multiplied by it, so that small gradients do not become zeros, and gradients are divided by it
     again. It follows the rule of torch.amp.GradScaler. When a gradient is not finite, the scale is halved and
     all ranks leave the update out; after `_PATIENCE` updates without such a gradient it is doubled. A scale
-    belongs to a weight version: every stage scales what runs on W(v) by the same number.
+    belongs to a weight version: every stage scales what runs on W(v) by the same number. Those of the last
+    `num_versions` are kept.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_versions: int) -> None:
+        self._num_versions = num_versions
         self._finite = 0  # updates since the last change
         self._scales = {0: _INITIAL_SCALE}
 
@@ -61,12 +63,12 @@ class LossScale:
         elif self._finite == _PATIENCE:
             scale, self._finite = scale * 2, 0
         self._scales[version] = scale
-        self._scales = {v: kept for v, kept in self._scales.items() if v >= version - 1}
+        self._scales = {v: kept for v, kept in self._scales.items() if v > version - self._num_versions}
 
     def begin_at(self, newest: int) -> None:
         """Goes on after updates that were made without a scale."""
         initial = max(self._scales.values())
-        self._scales = dict.fromkeys((newest - 1, newest), initial)
+        self._scales = dict.fromkeys(range(newest - self._num_versions + 1, newest + 1), initial)
 
     def state(self) -> dict[str, Any]:
         return {"scales": [self._scales[v] for v in sorted(self._scales)], "finite": self._finite}

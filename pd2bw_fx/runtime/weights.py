@@ -95,6 +95,7 @@ class WeightStore:
         self._average = None if average_decay is None else WeightAverage(average_decay, self._stepped[0])
         self._users = [0] * num_versions
         self._ran_on = 0  # the version of the last backward
+        self._held_elsewhere = [tie.name for tie in ties]
         self._ties = TiedGradients(
             self._slots, ties, self._aliases, uses_vary=uses_vary, allowed=sums_allowed, device=device
         )
@@ -380,7 +381,7 @@ class WeightStore:
 
         An optimizer may do `p.data = p.data - lr * p.grad`.
         """
-        self._optimizer.step()
+        self._optimizer.step(held_elsewhere=self._held_elsewhere)
         for name, view in self._stepped[target].items():
             alias = self._aliases[name]
             if alias.data_ptr() != view.data_ptr():
