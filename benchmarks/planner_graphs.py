@@ -132,14 +132,26 @@ def two_bw_cases() -> Iterator[Case]:
 
 
 def tight_cases() -> Iterator[Case]:
-    """Nothing is recomputed, so that the first stages, with most microbatches in flight, have to be short."""
-    for num_layers, num_devices, sizes_gib in ((24, 8, (10, 12, 16)), (96, 16, (32, 44))):
-        graph, costs = gpt(num_layers)
-        problem = coarsen(graph, costs, uniform(num_devices))
-        layers = layers_of(graph, problem)
-        for size_gib in sizes_gib:
-            name = f"tight, gpt {num_layers} layers, {num_devices} devices, {size_gib} GiB"
-            yield Case(name, problem, uniform(num_devices, size_gib), 0.01, 30, layers=layers)
+    """A Llama of 70 billion parameters. Its activations are so large that stages cannot be equal: the first
+    ones, with most microbatches in flight, have to be short, unless they compute them again."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
+        num_attention_heads=64, num_key_value_heads=8,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        tokens = torch.zeros((1, 4096), dtype=torch.long)
+    traced = trace(model, (), {"input_ids": tokens, "labels": tokens})
+    graph = normalise(traced)
+    costs = profile(graph, traced.examples, device=GPU, method="analytic")
+    problem = coarsen(graph, costs, uniform(16))
+    settings: tuple[tuple[int, bool | Literal["auto"], float], ...]
+    settings = ((300, False, 0.01), (400, False, 0.03), (141, "auto", 0.02))
+    for memory_gib, recompute, max_gap in settings:
+        name = f"tight, Llama of 80 layers, 16 devices, {memory_gib} GiB{', recompute' if recompute else ''}"
+        yield Case(name, problem, uniform(16, memory_gib), max_gap, 30, recompute)
 
 
 def branchy_cases() -> Iterator[Case]:

@@ -19,6 +19,7 @@ from pd2bw_fx.passes.solver import Status
 
 from .search_state import SearchState
 
+_SHARE = 0.1  # of the time left, for what fits, and again for a bound
 _TIGHTER = 8  # times that limits are made tighter, for an assignment that also has room for all else
 _NEARLY = 1e-3  # of the incumbent: a bisection of the target ends where so much is open
 
@@ -26,14 +27,15 @@ _NEARLY = 1e-3  # of the incumbent: a bisection of the target ends where so much
 class ByFrontiers:
     """Raises the bound of a search before a deadline, and finds an assignment or that there is none."""
 
-    def __init__(self, state: SearchState, deadline: Deadline) -> None:
+    def __init__(self, state: SearchState, within: Deadline) -> None:
         self._state = state
-        self._deadline = deadline
+        self._within = self._deadline = within
         self._frontiers: Frontiers | None = None
         self._are_listed = self._is_settled = False
 
     def __call__(self, gap: float) -> None:
         self.settle()
+        self._deadline = Deadline(self._within.left_s * _SHARE, within=self._within)
         with suppress(OutOfTime):  # what was found and proven until then is in the state
             self._bisect(gap)
 
@@ -43,6 +45,7 @@ class ByFrontiers:
         if self._is_settled or np.isfinite(self._state.bottleneck_s):
             return
         self._is_settled = True
+        self._deadline = Deadline(self._within.left_s * _SHARE, within=self._within)
         with suppress(OutOfTime):
             self._ask_what_fits()
 

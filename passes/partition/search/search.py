@@ -35,7 +35,6 @@ from .search_state import SearchState
 _FINEST_GAP = 3e-6  # a smaller gap could not be told from a solver's tolerance
 _FIRST_SHARE = 0.2  # of the time limit, for the first cuts and the programs after them
 _FIRST_TIME_S = 5.0  # seconds that these have at most
-_FIT_SHARE = 0.1  # of the time left, for telling what work and memory alone exclude
 _FIRST_SHARE_OF_WORKLOADS = 0.02  # of the time left: short, because their down-sets may be enumerated instead
 _FEW_DOWN_SETS = 40_000  # listed for relaxed rules before programs are asked
 _MANY_NODES = 500  # joining more takes longer than most programs do, and cutting orders than frontiers do
@@ -128,7 +127,7 @@ def search_faster(
     state.bottleneck_s = faster_than_s
     gap = max(max_gap, _FINEST_GAP)
     try:
-        by_frontiers = ByFrontiers(state, Deadline(deadline.left_s * _FIT_SHARE))
+        by_frontiers = ByFrontiers(state, deadline)
         if not np.isfinite(faster_than_s):
             if choices[0].num_nodes > _MANY_NODES:
                 by_frontiers.settle()
