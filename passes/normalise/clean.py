@@ -174,7 +174,34 @@ def _has_signed_zeros(value: torch.Tensor) -> bool:
 
 def _lies_in_order(node: fx.Node, facts: Facts) -> bool:
     known = (facts.values.get(node.name), node.meta.get("val"))
-    return all(_is_in_order(value) for value in known if isinstance(value, torch.Tensor))
+    in_order = all(_is_in_order(value) for value in known if isinstance(value, torch.Tensor))
+    return in_order and not _is_turned_attention(node, facts)
+
+
+def reshape_attended(draft: Draft, facts: Facts) -> None:
+    """Rewrites `attended.transpose(1, 2).view(..)` as `reshape`.
+
+    Which kernel attends decides how its result lies. Where the trace's lays it by rows, torch leaves the
+    author's `contiguous` out of the trace, and the kernel of another device would have needed it.
+    """
+    written = _written_storages(facts)
+    for node in draft.graph.nodes:
+        is_view = node.target is torch.ops.aten.view.default
+        if is_view and _is_turned_attention(node.args[0], facts) and not facts.storages[node.name] & written:
+            node.target = torch.ops.aten.reshape.default
+
+
+def _is_turned_attention(node: fx.Node, facts: Facts) -> bool:
+    """Whether the value is a view of an attention's result that a `view` cannot take at all strides."""
+    turned = operator_name(node) in _TURNING
+    while operator_name(node) not in _IN_ORDER_ANYWHERE and (of := facts.aliases.get(node.name)):
+        node = of[0]
+        turned = turned or operator_name(node) in _TURNING
+    return turned and operator_name(node) == "scaled_dot_product_attention"
+
+
+_TURNING = {"transpose", "permute", "movedim", "swapaxes", "t", "numpy_T", "mT"}
+_IN_ORDER_ANYWHERE = {"contiguous", "reshape", "flatten"}  # `reshape` copies where no view has the shape
 
 
 def _is_in_order(value: torch.Tensor) -> bool:
