@@ -93,3 +93,29 @@ def test_what_a_loop_begins_with_and_what_it_makes_last_stay_out_of_other_lines(
         "outs.append(torch.sigmoid(self.out(part)) * c)",
         "full = m_new",
     ]
+
+
+class _Scaled(nn.Module):
+    """One round divides by 1, and one multiplies by 1, which changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        outs = []
+        for i in range(4):
+            outs.append(torch.tanh(self.first(x) / 2**i))
+        x = torch.stack(outs).mean(0)
+        for i, layer in enumerate(self.layers):
+            x = layer(x) + x * i
+        return (x * 1.0).square().mean()
+
+
+def test_a_factor_of_1_stays_where_other_rounds_have_other_factors() -> None:
+    source = source_of(_Scaled(), torch.randn(3, 4))
+
+    assert "outs = [torch.tanh(self.first(x) / value) for value in (1, 2, 4, 8)]" in source
+    assert lines_inside(source, "for i, layer in enumerate(self.layers):") == ["x = layer(x) + x * i"]
+    assert "return x.square().mean()" in source
