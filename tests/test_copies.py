@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.exact import assert_same, graph_of
 
@@ -80,6 +81,21 @@ def test_what_hands_its_operand_on_without_gradients_hands_its_gradient_on() -> 
         return layers.second(h * same)
 
     _assert_same(compute)
+
+
+def test_a_copy_stays_where_other_kernels_of_attention_need_it() -> None:
+    """The CPU's fast kernel lays its result by rows, the plain one and those of some GPUs by heads."""
+
+    def compute(layers: _Layers, x: Tensor, h: Tensor) -> Tensor:
+        heads = h.view(-1, 4, 2, 4).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(heads, heads, heads)
+        return layers.second(attended.transpose(1, 2).contiguous().view(-1, 8))
+
+    model, batch = _Layers(compute).double(), {"x": torch.randn(4, 4, 8).double()}
+    graph = graph_of(model, batch)
+    for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
+        with sdpa_kernel(kernel):
+            assert_same(model, graph, batch)
 
 
 def _counted(layers: _Layers, x: Tensor, h: Tensor) -> Tensor:

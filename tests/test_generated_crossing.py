@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -210,3 +211,33 @@ def test_the_head_of_a_stage_calls_what_passes_it_by_as_the_others_do() -> None:
     passing = re.findall(r"(\w+) \(passing by\)", head)
     assert passing
     assert set(passing) <= {port.name for port in first.outputs}
+
+
+class _Beginning(nn.Module):
+    """What it begins with is x for the first layer, and x0 for all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x0 = torch.tanh(self.first(x))
+        for layer in self.layers:
+            x = layer(x) + x0
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("stages", [{}, {"first": 0, "layers.0": 1}])
+def test_a_value_with_two_names_has_the_one_that_it_keeps(stages: dict[str, int]) -> None:
+    constraints = Constraints(stage_of=stages) if stages else None
+    count = max(len(stages), 1)
+    pipe = split(_Beginning(), torch.randn(4, 8), cluster=count, constraints=constraints, costs="analytic")
+    texts = "\n".join(re.sub(r"  #.*", "", program.source) for program in pipe.programs)
+
+    assert "        x0 = torch.tanh(self.first(x))\n" in texts
+    assert """
+        x = x0
+        for layer in self.layers:
+            x = layer(x) + x0
+""" in re.sub(r"\.values\(\)", "", texts)

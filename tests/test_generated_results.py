@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
@@ -238,3 +240,28 @@ def test_what_nobody_reads_of_one_call_makes_no_other_class_and_no_other_forward
     assert "x, _ = self.second(x)" in source
     assert "for t in range(5):\n            out, hidden, cell = self.step(x[:, t], hidden, cell)" in source
     pipe.verify()
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    penalty: Tensor
+
+
+class _Returning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Output:
+        x = torch.tanh(self.first(x))
+        out = Output(self.head(x), x.square().mean() * 0.1)
+        return out
+
+
+def test_what_an_object_is_made_of_is_not_called_as_the_object() -> None:
+    source = split(_Returning(), torch.randn(4, 8), cluster=1, costs="analytic").stages[0].source
+
+    assert "        logits = self.head(x)" in source
+    assert "        penalty = x.square().mean() * 0.1" in source
+    assert "        return logits, penalty" in source

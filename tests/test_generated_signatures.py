@@ -178,3 +178,125 @@ def test_results_are_annotated_one_by_one_while_they_are_few(number: int, annota
     pipe = pd2bw_fx.split(_Many(number), torch.randn(2, 4), cluster=1, costs="analytic")
 
     assert f"def forward(self, x: Tensor) -> {annotation}:" in pipe.stages[0].source
+
+
+def mixed(u: Tensor, a: Tensor, k: Tensor, b: Tensor) -> Tensor:
+    u = u.reshape(u.shape[0], 2, 4) * a
+    v = torch.tanh(u) + torch.sigmoid(u)
+    w = torch.cumsum(v, 1) * b
+    z = (w - v).square() + k
+    return (z * w).flatten(1)
+
+
+def ruled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    a = torch.softmax(q * k, dim=-1)
+    b = torch.cumsum(a * v, 1)
+    c = torch.tanh(b) * torch.sigmoid(a)
+    return (c - b).exp() + v
+
+
+class _Calling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(4))
+        self.scale = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = mixed(self.first(x) * 2, -self.scale, self.scale + 1, x[:, :4].unsqueeze(1))
+        q, k, v = map(lambda layer: layer(y), (self.q, self.k, self.v))  # noqa: C417
+        return ruled(q, k, v).mean()
+
+
+def test_a_function_keeps_its_parameters_whatever_signs_or_maps_make_what_it_is_given() -> None:
+    source = pd2bw_fx.split(_Calling(), torch.randn(3, 8), cluster=1, costs="analytic").stages[0].source
+
+    assert "def mixed(u: Tensor, a: Tensor, k: Tensor, b: Tensor) -> Tensor:" in source
+    assert "mixed(self.first(x) * 2, -self.scale, self.scale + 1, x[:, :4].unsqueeze(1))" in source
+    assert "def ruled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:" in source
+
+
+class _Turning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        cos, sin = rope
+        return self.layer(x) * cos + x * sin
+
+
+class _Tables(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cos", torch.randn(1, 9, 8))
+        self.register_buffer("sin", torch.randn(1, 9, 8))
+        self.layers = nn.ModuleList(_Turning() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rope = self.cos[:, : x.shape[1]], self.sin[:, : x.shape[1]]
+        for layer in self.layers:
+            x = layer(x, rope)
+        return x.square().mean()
+
+
+def test_the_part_of_a_table_that_is_read_is_called_as_the_table() -> None:
+    source = pd2bw_fx.split(_Tables(), torch.randn(3, 5, 8), cluster=1, costs="analytic").stages[0].source
+
+    assert "def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:" in source
+    assert "        cos = self.cos[:, :5]" in source
+
+
+class _Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, queries: Tensor, query_pe: Tensor) -> Tensor:
+        queries = torch.tanh(self.first(queries))
+        queries = self.second(queries + query_pe)
+        return queries * query_pe
+
+
+class _Queries(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 8)
+        self.block = _Twice()
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.embed(x)
+        out: Tensor = self.block(queries=tokens, query_pe=tokens)
+        return out.square().mean()
+
+
+def test_an_argument_that_is_given_twice_is_called_what_the_forward_does_not_assign() -> None:
+    source = pd2bw_fx.split(_Queries(), torch.randn(4, 8), cluster=1, costs="analytic").stages[0].source
+    lines = [line.partition("  # ")[0].strip() for line in source.splitlines()]
+    at = lines.index("def forward(self, query_pe: Tensor) -> Tensor:")
+
+    assert lines[at + 1 : at + 4] == [
+        "queries = torch.tanh(self.first(query_pe))",
+        "queries = self.second(queries + query_pe)",
+        "return queries * query_pe",
+    ]
+
+
+class _Stepping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def step(self, action: Tensor, embed: Tensor, begins: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(action * begins) * begins)
+        return self.second(hidden) * embed
+
+    def forward(self, action: Tensor, embed: Tensor, begins: Tensor) -> Tensor:
+        return self.step(action[:, 0], embed[:, 0], begins[:, 0]).square().mean()
+
+
+def test_a_part_is_not_called_as_another_one_that_an_earlier_stage_does_not_need() -> None:
+    halves = pd2bw_fx.Constraints(stage_of={"first": 0, "second": 1})
+    inputs = tuple(torch.randn(4, 3, 8) for _ in range(3))
+    pipe = pd2bw_fx.split(_Stepping(), inputs, cluster=2, costs="analytic", constraints=halves)
+
+    assert "embed = begins" not in pipe.stages[0].source

@@ -56,3 +56,66 @@ def test_what_is_added_to_zero_in_place_is_added_in_a_loop() -> None:
     assert lines_inside(source, "for branch in self.branches:") == ["total = total + branch(x)"]
     assert "        total = 0\n" in source
     assert "total = 0.5 * self.branches[0](total)" in source
+
+
+class _Gated(nn.Module):
+    """A cell whose step takes and returns its states in a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def step(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        c, m = state
+        gate = self.gate(x)
+        m_new = torch.maximum(gate + m, gate)
+        c = torch.exp(gate + m - m_new) * c + x
+        return torch.sigmoid(self.out(x)) * c, (c, m_new)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros(len(x), 4, device=x.device), torch.full((len(x), 4), -9.0, device=x.device)
+        outs = []
+        for t in range(x.shape[1]):
+            out, state = self.step(x[:, t], state)
+            outs.append(out)
+        return torch.stack(outs, dim=1).square().mean()
+
+
+def test_what_a_loop_begins_with_and_what_it_makes_last_stay_out_of_other_lines() -> None:
+    """So the first round, and the last, are like the others."""
+    source = source_of(_Gated(), torch.randn(3, 5, 4))
+
+    assert lines_inside(source, "for t in range(5):") == [
+        "part = x[:, t]",
+        "gate = self.gate(part)",
+        "m_new = torch.maximum(gate + full, gate)",
+        "c = torch.exp(gate + full - m_new) * c + part",
+        "outs.append(torch.sigmoid(self.out(part)) * c)",
+        "full = m_new",
+    ]
+
+
+class _Scaled(nn.Module):
+    """One round divides by 1, and one multiplies by 1, which changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        outs = []
+        for i in range(4):
+            outs.append(torch.tanh(self.first(x) / 2**i))
+        x = torch.stack(outs).mean(0)
+        for i, layer in enumerate(self.layers):
+            x = layer(x) + x * i
+        return (x * 1.0).square().mean()
+
+
+def test_a_factor_of_1_stays_where_other_rounds_have_other_factors() -> None:
+    source = source_of(_Scaled(), torch.randn(3, 4))
+
+    assert "outs = [torch.tanh(self.first(x) / value) for value in (1, 2, 4, 8)]" in source
+    assert lines_inside(source, "for i, layer in enumerate(self.layers):") == ["x = layer(x) + x * i"]
+    assert "return x.square().mean()" in source

@@ -17,6 +17,7 @@ A forward, method by method:
     layer_calls.py     what the calls of torch.nn layers are given and return
     attention.py       what those of nn.MultiheadAttention are
     naming.py          what values are called, after the author's source
+    argument_names.py  what a body calls what it is given
     local_names.py     the names of one body's values, and how long each is taken
     second_names.py    second names of values: `residual = x`
     put_away.py        values in the author's lists: `skips.append(x)`

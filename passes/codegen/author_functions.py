@@ -27,6 +27,7 @@ from pd2bw_fx.program import autocast_of
 from .cut import is_number, is_size, size_symbol
 from .layers import mode_of
 from .loops.author_loops import parsed
+from .outermost import operators_of
 from .scopes import AuthorCall, Line, Scope, line_at, module_calls, walk
 from .wording import statement_at
 
@@ -304,17 +305,15 @@ def _scope_of(scope: Scope, call: _Call, items: Sequence[fx.Node | Scope]) -> Sc
 def _author_call(scope: Scope, line: Line, name: str, parameters: tuple[str, ...]) -> AuthorCall:
     """Finds what the author's calls of a function on a line are given."""
     given_as: dict[str, str] = {}
-    unnamed: dict[str, str] = {}
+    unnamed: dict[str, frozenset[str]] = {}
     for call in _calls_of(statement_at(line), name):
         named = {word.arg: word.value for word in call.keywords if word.arg is not None}
         for parameter, value in (*zip(parameters, call.args, strict=False), *named.items()):
             if isinstance(value, ast.Name | ast.Attribute):
                 given_as.setdefault(value.id if isinstance(value, ast.Name) else value.attr, parameter)
             elif not isinstance(value, ast.Constant):
-                called = value.func if isinstance(value, ast.Call) else None
-                name_of = called.attr if isinstance(called, ast.Attribute) else ""
-                unnamed[parameter] = called.id if isinstance(called, ast.Name) else name_of
-    made = tuple((function, parameter) for parameter, function in unnamed.items())
+                unnamed[parameter] = operators_of(value)
+    made = tuple((operators, parameter) for parameter, operators in unnamed.items())
     return AuthorCall(line, scope.key, parameters, given_as, made)
 
 

@@ -13,12 +13,12 @@ from torch import fx
 
 from pd2bw_fx.program import autocast_of
 
+from .argument_names import given_to
 from .cut import is_size, tensors_read
 from .idioms import normalizations
 from .layer_calls import attention_of, call_arguments
 from .layers import LAYERS_GIVING_TUPLES
 from .naming import (
-    given_to,
     is_final,
     is_one_of_several,
     left_otherwise,

@@ -23,13 +23,15 @@ from torch import fx
 
 from pd2bw_fx.names import free_name
 
+from .argument_names import argument_name
 from .cut import Cut
 from .literals import identifier
-from .naming import argument_name, depth_within, name_where_made, result_name
+from .naming import depth_within, name_where_made, result_name
 from .put_away import name_in_list
 from .scopes import Line, line_at, module_calls
 from .second_names import second_name
 from .stage_tree import StageTree
+from .statements import further_targets
 
 _WORD = re.compile(r"[A-Za-z_]+")  # a module that is one of several alike has a number
 
@@ -53,6 +55,7 @@ def names_of_what_crosses(cuts: Sequence[Cut], trees: Sequence[StageTree]) -> di
     several = {node for nodes in _of_one_name(wanted, beside, fixed).values() for node in nodes}
     for stage, tree in zip(cuts, trees, strict=True):
         wanted |= _after_lists(stage, tree, wanted, several, fixed)
+        wanted |= _by_further_targets(stage, cuts, trees, wanted, fixed)
     for stage, tree in zip(cuts, trees, strict=True):
         wanted |= _where_they_are_made(stage, tree, _of_one_name(wanted, beside, fixed))
         wanted |= _by_second_names(stage, tree, _of_one_name(wanted, beside, fixed))
@@ -90,6 +93,27 @@ def _after_lists(
         later = (_line_of(tree, other, wanted[node]) for other in stage.nodes[place + 1 :])
         if node in several or any(line is not None for line in later):
             found[node] = listed
+    return found
+
+
+def _by_further_targets(
+    stage: Cut,
+    cuts: Sequence[Cut],
+    trees: Sequence[StageTree],
+    wanted: Mapping[fx.Node, str],
+    fixed: Set[fx.Node],
+) -> dict[fx.Node, str]:
+    """Renames what `x = x0 = f(y)` makes, where the stage that reads it gives the first name to another."""
+    found: dict[fx.Node, str] = {}
+    for node in stage.nodes:
+        if node in fixed or node not in wanted:
+            continue
+        made = _line_of(trees[stage.stage], node, wanted[node])
+        further = () if made is None else further_targets(made.code)
+        readers = stage.targets.get(node.name, ())
+        reading = ((trees[at], other) for at in readers for other in cuts[at].nodes)
+        if further and any(_line_of(tree, other, wanted[node]) is not None for tree, other in reading):
+            found[node] = further[0]
     return found
 
 

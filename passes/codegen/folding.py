@@ -11,6 +11,7 @@ from torch import fx
 from .body import Body, is_second_name
 from .calls import occurrences
 from .limits import is_asked_for_a_limit
+from .loops.author_loops import round_of
 from .naming import operator_name, place_in_mask
 from .put_away import name_in_list
 from .scopes import Line, Scope
@@ -226,8 +227,16 @@ class Folding:
         if line is None or line == self.body.line(reading):
             return False
         if self.body.is_of_rounds(item) or (appended_list(line.code) and self.body.is_of_members(item)):
-            return appended_list(line.code) is not None or returns_a_list(line.code)
-        return isinstance(reading, Scope) and self.body.is_of_rounds(reading)
+            is_put_away = appended_list(line.code) is not None or returns_a_list(line.code)
+            return is_put_away or not self._are_of_one_loop(item, reading)
+        if not self.body.is_of_rounds(reading):
+            return False
+        return isinstance(reading, Scope) or not self._are_of_one_loop(item, reading)
+
+    def _are_of_one_loop(self, *items: fx.Node | Scope) -> bool:
+        """Whether the author has these lines in the same loop, if in any."""
+        lines = (self.body.line(item) for item in items)
+        return len({"" if line is None else round_of(line).loop for line in lines}) == 1
 
     def _is_of_a_sum(self, item: fx.Node | Scope, reading: fx.Node | Scope) -> bool:
         """Whether both are additions of the author's `sum(f(x) for ..)`, each a round of what is a loop."""

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence, Set
 
 from torch import fx
 
+from .argument_names import argument_name
 from .body import Body
 from .cut import is_number
 from .folding import Folding
-from .naming import argument_name, hands_on, name_within, outer_names, result_name, state_name
+from .naming import hands_on, name_within, outer_names, result_name, state_name
 from .put_away import name_in_list
 from .scopes import Scope
 from .second_names import SecondName, second_name
@@ -94,6 +95,8 @@ class LocalNames:
             return wanted
         if wanted is None and self._folding.begins_a_chain(result):
             return self.free(self._link_name(index, item), index)
+        if wanted is not None and self._is_one_of_several(item, wanted):
+            return self.free(wanted, index)
         results = self._body.results(item)
         if len(results) == 1:
             named = self._body.passed_name(result)
@@ -101,6 +104,11 @@ class LocalNames:
         given = self._names_given(item)
         others = {given.get(other) for other in results if other is not result}
         return self.free(given.get(result) or result_name(result, result), index, others)
+
+    def _is_one_of_several(self, item: fx.Node | Scope, name: str) -> bool:
+        """Whether the author's line takes apart what a call returns, and this is a name for a part of it."""
+        line = self._body.line(item) if isinstance(item, Scope) else None
+        return line is not None and name in line.assigned and len(line.assigned) > 1
 
     def _was_a_tensor(self, name: str, result: fx.Node) -> bool:
         """Whether the name of a tensor would stand for a number: `x.device` may still be read."""

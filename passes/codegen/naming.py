@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from torch import fx, nn
@@ -18,9 +17,17 @@ from .layers import LAYERS_GIVING_TUPLES
 from .literals import identifier
 from .loops.author_loops import NO_ROUND, round_of
 from .outermost import is_outermost_call, is_outermost_operator
-from .scopes import AuthorCall, Line, Scope, line_at, module_calls, passed_to
+from .scopes import Line, Scope, line_at, module_calls
 from .stage_tree import StageTree
-from .statements import appended_list, calls_one, filled_name, returns_a_list, state_names
+from .statements import (
+    appended_list,
+    calls_one,
+    filled_name,
+    makes_one_by_one,
+    names_of_what_it_makes,
+    returns_a_list,
+    state_names,
+)
 
 # Names of values to which the author gave none, by operator.
 _RESULT_NAMES = {
@@ -47,7 +54,6 @@ _RESULT_NAMES = {
 
 # They return their operand with other elements: after `out[:, t] = v` the value is still called out.
 _FILLING = {"select_scatter", "slice_scatter", "index_put", "masked_fill", "index_fill"}
-_CASTS = {"float", "double", "half", "bfloat16", "type"}
 # What they return keeps the name of their operand.
 _SAME_VALUE = {"to", "contiguous", "clone", "detach", "type_as", "unsqueeze", "squeeze"}
 # Names of operands by place: a value without a name is called after what it is for.
@@ -185,8 +191,10 @@ def name_within(tree: StageTree, node: fx.Node, depth: int, end: int | None = No
         names = line.assigned if line is not None else ()
         if line is not None and names and is_one_of_several(node, line, inner):
             continue
-        if len(names) > 1 and (name := _name_by_place(node, line, inner)) is not None:
-            return name
+        if line is not None and len(names) > 1:
+            name = _name_in_order(node, line, inner) or _name_by_place(node, line, inner)
+            if name is not None:
+                return name
         if len(names) == 1 and names[0] != "_" and is_final(node, inner):
             return names[0]
         if not names and (name := name_of_filled(node, line) or outer_name(node, inner)) is not None:
@@ -203,6 +211,29 @@ def _name_by_place(node: fx.Node, line: Line | None, depth: int) -> str | None:
     place = Scope(path, kind, key, depth).result(node).place
     name = line.assigned[int(place)] if place < len(line.assigned) else "_"
     return name if name != "_" else None
+
+
+def _name_in_order(node: fx.Node, line: Line, depth: int) -> str | None:
+    """Returns the `k` of `q, k = map(cut, (q, k))` for the second value that the statement is for."""
+    if not makes_one_by_one(line.code):
+        return None
+    before = [*_run_by(node, line, depth, "prev")]
+    made = [*before[::-1], node, *_run_by(node, line, depth, "next")]
+    final = [each for each in made if is_final(each, depth)]
+    names = names_of_what_it_makes(line.code, line.assigned)
+    name = names[final.index(node)] if node in final and len(final) == len(names) else "_"
+    return name if name != "_" else None
+
+
+def _run_by(node: fx.Node, line: Line, depth: int, way: str) -> Iterator[fx.Node]:
+    """Yields the operators before or after a node that the same run of a statement makes."""
+    other, calls = getattr(node, way), module_calls(node)[:depth]
+    while other.op in {"call_function", "get_attr"}:
+        if other.op == "call_function":
+            if module_calls(other)[:depth] != calls or line_at(other, depth) != line:
+                return
+            yield other
+        other = getattr(other, way)
 
 
 def depth_within(tree: StageTree, node: fx.Node) -> int:
@@ -243,97 +274,6 @@ def state_name(tree: StageTree, node: fx.Node) -> str | None:
     return name if name != "_" else own[place]
 
 
-def argument_name(tree: StageTree, scope: Scope, node: fx.Node) -> str:
-    """Returns what a body calls a value that it is given."""
-    if scope.call is None:
-        return _argument_name(tree, scope, node)
-    parameter = _parameters_given(tree, scope, scope.call)[node]
-    return _argument_name(tree, scope, node) if parameter is None else identifier(parameter)
-
-
-def given_to(tree: StageTree, scope: Scope) -> list[fx.Node]:
-    """Lists what a call is given, in the order of the author's parameters where all of them are known."""
-    reads = tree.reads(scope)
-    if scope.call is None:
-        return reads
-    given = _parameters_given(tree, scope, scope.call)
-    place = {parameter: number for number, parameter in enumerate(scope.call.parameters)}
-    if any(parameter not in place for parameter in given.values()):
-        return reads
-    return sorted(reads, key=lambda node: place[given[node] or ""])
-
-
-def _parameters_given(tree: StageTree, scope: Scope, call: AuthorCall) -> dict[fx.Node, str | None]:
-    """Maps what a function of the author's is given to its parameters, None where that cannot be told."""
-    reads = tree.reads(scope)
-    if len(reads) == 1:
-        return {reads[0]: call.parameters[0]}
-    found = {node: call.given_as.get(_argument_name(tree, scope, node)) for node in reads}
-    for node in reads:
-        parameter = call.given_as.get(passed_to(call.caller, node).name)
-        if found[node] is None and parameter not in found.values():
-            found[node] = parameter
-    unknown = sorted(node for node, parameter in found.items() if parameter is None)
-    if len(unknown) == len(call.unnamed) == 1:
-        ((_, found[unknown[0]]),) = call.unnamed
-    elif len(unknown) == len(left := set(call.given_as.values()).difference(found.values())) == 1:
-        (found[unknown[0]],) = left
-    functions = {node: _function_called(scope, call.line, node) for node in unknown}
-    return found | matched_with_arguments(unknown, call.unnamed, functions)
-
-
-def _function_called(scope: Scope, line: Line, node: fx.Node) -> str:
-    """Returns the function that this line calls to make a value, "" if the value is not from there."""
-    own = line_at(node, scope.depth)
-    chain, outer = () if own is None else own.chain, len(line.chain)
-    return chain[outer].function if len(chain) > outer and chain[:outer] == line.chain else ""
-
-
-def _argument_name(tree: StageTree, scope: Scope, node: fx.Node) -> str:
-    if node.op == "placeholder" and not scope.path:
-        return identifier(node.name)
-    if own := scope.argument(node).name:
-        return identifier(own)
-    inside = any((key, path) == (scope.key, scope.path) for key, path, _ in module_calls(node))
-    if not inside and scope.path and scope.function is None and len(tree.reads(scope)) == 1:
-        first = next(iter(inspect.signature(tree.modules[scope.path].forward).parameters.values()), None)
-        if first is not None and first.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
-            return identifier(first.name)
-    if node.op == "placeholder":
-        return identifier(node.name)
-    depth = scope.depth if inside or scope.function is not None else max(scope.depth - 1, 0)
-    if (named := name_where_made(tree, node, depth)) is not None:
-        return named
-    if _is_link(node):
-        return "hidden"
-    source = hands_on(node)
-    return result_name(node, node) if source is None else _argument_name(tree, scope, source)
-
-
-def matched_with_arguments(
-    nodes: Sequence[fx.Node], made: Sequence[tuple[str, str]], functions: Mapping[fx.Node, str] | None = None
-) -> dict[fx.Node, str]:
-    """Matches operators with a call's arguments that make them; both are in the order in which they run.
-
-    Of an argument there are the method that its expression calls last, and the parameter that it is given as.
-    `functions` are those of the author's that make the operators, if any do.
-    """
-    found: dict[fx.Node, str] = {}
-    at = 0
-    for node in nodes:
-        own = (functions or {}).get(node) or operator_name(node)
-        later = (place for place in range(at, len(made)) if _is_called(made[place][0], own))
-        place = next(later, None)
-        if place is None:
-            return {}
-        found[node], at = identifier(made[place][1]), place + 1
-    return found
-
-
-def _is_called(method: str, operator: str) -> bool:
-    return method == operator or (operator == "to" and method in _CASTS)
-
-
 def name_where_made(tree: StageTree, node: fx.Node, depth: int) -> str | None:
     """Returns the author's name for a value in a body at this depth or below."""
     state = state_name(tree, node)
@@ -348,7 +288,7 @@ def name_where_made(tree: StageTree, node: fx.Node, depth: int) -> str | None:
     return names[place] if is_one else None
 
 
-def _is_link(node: fx.Node) -> bool:
+def is_link(node: fx.Node) -> bool:
     """Whether one member of an nn.Sequential returns this value, and the next one takes it."""
     returned = node.meta.get(RETURNED_AT, {})
     lines = [line_at(node, depth) for depth, (key, *_) in enumerate(module_calls(node)) if key in returned]
@@ -376,7 +316,16 @@ def result_name(item: fx.Node | Scope, result: fx.Node) -> str:
     if normalization(result) is not None:
         return "normed"
     name = operator_name(result)
-    return identifier(_RESULT_NAMES.get(name, name))
+    return identifier(_part_of_a_buffer(result) or _RESULT_NAMES.get(name, name))
+
+
+def _part_of_a_buffer(node: fx.Node) -> str | None:
+    """Returns the "cos" of `self.cos[:, :length]`, the part of a table."""
+    while operator_name(node) in {"slice", "unsqueeze"} and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+        if node.op == "get_attr":
+            return str(node.target).rpartition(".")[2]
+    return None
 
 
 def _in_lower_case(kind: str) -> str:

@@ -22,6 +22,7 @@ _SIGNS: dict[type[ast.operator | ast.unaryop], frozenset[str]] = {
     ast.Pow: frozenset({"pow"}), ast.USub: frozenset({"neg"}),
 }  # fmt: skip
 _CASTS = {"to", "_to_copy"}
+OF_SUBSCRIPTS = frozenset({"slice", "select", "index", "unsqueeze", "getitem"})
 _OF_SIZES = {"shape", "size", "dim", "ndim", "numel", "dtype", "device"}
 
 
@@ -43,6 +44,20 @@ def is_outermost_call(code: str, path: str) -> bool:
     statement = parsed_statement(code)
     targets = _targets_read_too(statement)
     return any(_calls(value, path, targets) for value in _ways(statement)) if targets else False
+
+
+def operators_of(value: ast.expr) -> frozenset[str]:
+    """Returns the names that an expression's outermost operation may have in a trace: {"mul"} of `2 * f(x)`.
+
+    For a call it is the function's or method's own name. There are none for other expressions.
+    """
+    if isinstance(value, ast.Subscript):
+        return OF_SUBSCRIPTS
+    if not isinstance(value, ast.Call):
+        return _kinds(value)
+    called = value.func
+    name = called.id if isinstance(called, ast.Name) else getattr(called, "attr", "")
+    return frozenset({name} - {""})
 
 
 def _targets_read_too(statement: ast.stmt | None) -> set[str]:

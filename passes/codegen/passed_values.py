@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
+from .argument_names import matched_with_arguments
 from .loops.author_loops import parsed
-from .naming import matched_with_arguments
+from .outermost import operators_of
 from .scopes import Line, line_at, module_calls
 from .wording import statement_at
 
@@ -50,7 +51,7 @@ def _read_within(node: fx.Node, line: Line | None, depth: int) -> _Functions:
     return frozenset.intersection(*found)
 
 
-def _made_in_a_call(line: Line, functions: _Functions) -> list[tuple[str, str]]:
+def _made_in_a_call(line: Line, functions: _Functions) -> list[tuple[frozenset[str], str]]:
     """Lists what a line's one call of these functions makes as arguments, with the parameters' names."""
     files = dict(functions)
     called = [inner for inner in ast.walk(statement_at(line) or ast.Pass()) if isinstance(inner, ast.Call)]
@@ -63,10 +64,14 @@ def _made_in_a_call(line: Line, functions: _Functions) -> list[tuple[str, str]]:
     given = [*zip(parameters[is_bound:], call.args, strict=False)]
     given += [(word.arg, word.value) for word in call.keywords if word.arg is not None]
     return [
-        (value.func.attr, parameter)
+        (operators, parameter)
         for parameter, value in given
-        if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
+        if (operators := operators_of(value)) and not _calls_a_function(value)
     ]
+
+
+def _calls_a_function(value: ast.expr) -> bool:
+    return isinstance(value, ast.Call) and not isinstance(value.func, ast.Attribute)
 
 
 def _name_of(call: ast.Call) -> str:

@@ -1,4 +1,4 @@
-"""What the author's lists call the values that are put into them: `skips.append(x)` makes x a skip.
+"""What else the author calls a value: `skips.append(x)` makes x a skip, and `x = x0 = f(y)` makes it x0.
 
 No operator does so, so a trace does not have it. It is read in the source.
 """
@@ -11,6 +11,7 @@ import functools
 from .literals import identifier
 from .loops.author_loops import parsed
 from .scopes import Line
+from .statements import further_targets
 
 _SHORTEST = 4  # characters of a list's name that says what is in it: "hs" does not
 _Event = tuple[int, str]  # a line, and the list that it puts the value into; "" where it makes another value
@@ -21,10 +22,11 @@ _MAKING = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.For
 def name_in_list(made: Line, name: str) -> str | None:
     """Returns "skip" where the author, after making a value of this name here, puts it into `skips`.
 
-    It is None where the name stands for another value by then, or says what the list does: `new_feature`. In
-    a loop, what comes next may be the next round.
+    Of `x = x0 = f(y)` it is the other name. It is None where the name stands for another value by then, or
+    says what the list does: `new_feature`. In a loop, what comes next may be the next round.
     """
-    return _name_in_list(made.file, made.number, name)
+    further = (other for other in further_targets(made.code) if other != name)
+    return next(further, None) or _name_in_list(made.file, made.number, name)
 
 
 def list_with(made: Line, name: str) -> str:

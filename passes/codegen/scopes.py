@@ -93,14 +93,14 @@ class AuthorCall:
 
     `caller` is the key of the module's call in which it stands. `given_as` maps names on the line to the
     parameters that their values are given as. `unnamed` are the parameters that are given what other
-    expressions make, each behind the method or function that its expression calls.
+    expressions make, each behind the names that the outermost operation of its expression may have.
     """
 
     line: Line
     caller: str
     parameters: tuple[str, ...]
     given_as: Mapping[str, str]
-    unnamed: tuple[tuple[str, str], ...]
+    unnamed: tuple[tuple[frozenset[str], str], ...]
 
 
 @dataclass(slots=True)

@@ -13,13 +13,13 @@ _SEVERAL = (ast.List, ast.Dict, ast.Set, ast.Tuple, ast.ListComp, ast.DictComp, 
 def assigned_names(code: str) -> tuple[str, ...]:
     """Returns the names that a statement assigns: "q, k = f(x)" -> ("q", "k"), "self.h = f(x)" -> ("h",).
 
-    There are none in other statements, for the name of a list or a dict, and on a line of several statements:
-    a traced node does not say which of them it is from.
+    There are none in other statements, for the name of a list, a dict or an object of a class, and on a line
+    of several statements: a traced node does not say which of them it is from.
     """
     statement = parsed_statement(code)
     if isinstance(statement, ast.Assign):
         target = statement.targets[0]
-        if isinstance(target, ast.Name) and isinstance(statement.value, _SEVERAL):
+        if isinstance(target, ast.Name) and _holds_several(statement.value):
             return ()
     elif isinstance(statement, ast.AnnAssign | ast.AugAssign):
         target = statement.target
@@ -30,6 +30,20 @@ def assigned_names(code: str) -> tuple[str, ...]:
     if not any(found):
         return ()
     return tuple(identifier(name) if name not in ("", "_") else "_" for name in found)
+
+
+def _holds_several(value: ast.expr) -> bool:
+    """Whether a value is a list or the like, or an object of a class: `Output(logits, loss)`."""
+    called = value.func if isinstance(value, ast.Call) else None
+    name = called.id if isinstance(called, ast.Name) else ""
+    return isinstance(value, _SEVERAL) or (name[:1].isupper() and not name.isupper())
+
+
+def further_targets(code: str) -> tuple[str, ...]:
+    """Returns the other names that a statement gives its value: "x = x0 = f(y)" -> ("x0",)."""
+    statement = parsed_statement(code)
+    targets = statement.targets[1:] if isinstance(statement, ast.Assign) else []
+    return tuple(identifier(target.id) for target in targets if isinstance(target, ast.Name))
 
 
 def assigns_attributes(code: str) -> bool:

@@ -52,6 +52,7 @@ from .clean import (
     remove_guards,
     remove_identities,
     remove_true_terms,
+    reshape_attended,
     separate_repeated_outputs,
 )
 from .default_dtype import write_default_dtype
@@ -91,6 +92,7 @@ def _normal_form(traced: Traced) -> OperatorGraph:
     if traced.examples:
         facts.working_casts = working_casts(_program(draft), facts, traced.examples)
     remove_identities(draft, facts)
+    reshape_attended(draft, facts)
     remove_true_terms(draft, facts)
     call_mapped_layers(draft, traced.model)
     remove_dead_code(draft, facts)

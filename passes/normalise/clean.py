@@ -46,8 +46,9 @@ def remove_identities(draft: Draft, facts: Facts) -> None:
     These are aliases, casts to the tensor's own type, reshapes that lead back to a shape, pairs of
     transpositions, `cat` of a single part, and what puts a part where it is already. Others stay: casts that
     do something under autocast, copies of memory that is written, and whatever stops a gradient, as every new
-    tensor or view does under `no_grad`.
+    tensor or view does under `no_grad`. The 1 of `x / 2**i` stays too, beside rounds with other numbers.
     """
+    counted = _lines_with_other_numbers(draft)
     written, differentiated = _written_storages(facts), _written_storages(facts, with_gradients=True)
     for node in list(draft.graph.nodes):
         if node.op != "call_function":
@@ -55,6 +56,8 @@ def remove_identities(draft: Draft, facts: Facts) -> None:
         if operator_name(node) == "detach" and facts.storages[node.name] & differentiated:
             continue  # without `detach` the memory itself would become part of the autograd graph
         same = _same_before(node, facts)
+        if _line_with_number(node) in counted:
+            continue
         if same is None or facts.requires_grad(same.name) != facts.requires_grad(node.name):
             continue
         if _may_copy(node, same, facts) and (facts.storages[node.name] | facts.storages[same.name]) & written:
@@ -63,6 +66,22 @@ def remove_identities(draft: Draft, facts: Facts) -> None:
             _put_in_order(node, same)
         else:
             put_in_place(node, same)
+
+
+_WITH_NUMBERS = {"add": 0, "mul": 1, "div": 1}  # the number that changes nothing
+
+
+def _line_with_number(node: fx.Node) -> tuple[str, str] | None:
+    """Returns the author's lines that lead to an operator with a number, and its name."""
+    name = operator_name(node) if node.op == "call_function" else ""
+    lines = node.meta.get("stack_trace")
+    is_with = name in _WITH_NUMBERS and len(node.args) == 2 and isinstance(node.args[1], int | float)
+    return (lines, name) if lines and is_with else None
+
+
+def _lines_with_other_numbers(draft: Draft) -> set[tuple[str, str]]:
+    found = ((_line_with_number(node), node) for node in draft.graph.nodes)
+    return {line for line, node in found if line is not None and node.args[1] != _WITH_NUMBERS[line[1]]}
 
 
 def _same_before(node: fx.Node, facts: Facts) -> fx.Node | None:
@@ -174,7 +193,34 @@ def _has_signed_zeros(value: torch.Tensor) -> bool:
 
 def _lies_in_order(node: fx.Node, facts: Facts) -> bool:
     known = (facts.values.get(node.name), node.meta.get("val"))
-    return all(_is_in_order(value) for value in known if isinstance(value, torch.Tensor))
+    in_order = all(_is_in_order(value) for value in known if isinstance(value, torch.Tensor))
+    return in_order and not _is_turned_attention(node, facts)
+
+
+def reshape_attended(draft: Draft, facts: Facts) -> None:
+    """Rewrites `attended.transpose(1, 2).view(..)` as `reshape`.
+
+    Which kernel attends decides how its result lies. Where the trace's lays it by rows, torch leaves the
+    author's `contiguous` out of the trace, and the kernel of another device would have needed it.
+    """
+    written = _written_storages(facts)
+    for node in draft.graph.nodes:
+        is_view = node.target is torch.ops.aten.view.default
+        if is_view and _is_turned_attention(node.args[0], facts) and not facts.storages[node.name] & written:
+            node.target = torch.ops.aten.reshape.default
+
+
+def _is_turned_attention(node: fx.Node, facts: Facts) -> bool:
+    """Whether the value is a view of an attention's result that a `view` cannot take at all strides."""
+    turned = operator_name(node) in _TURNING
+    while operator_name(node) not in _IN_ORDER_ANYWHERE and (of := facts.aliases.get(node.name)):
+        node = of[0]
+        turned = turned or operator_name(node) in _TURNING
+    return turned and operator_name(node) == "scaled_dot_product_attention"
+
+
+_TURNING = {"transpose", "permute", "movedim", "swapaxes", "t", "numpy_T", "mT"}
+_IN_ORDER_ANYWHERE = {"contiguous", "reshape", "flatten"}  # `reshape` copies where no view has the shape
 
 
 def _is_in_order(value: torch.Tensor) -> bool:

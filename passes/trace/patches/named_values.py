@@ -6,6 +6,7 @@ values while the author's forward runs, so that a forward with the author's own 
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -41,10 +42,14 @@ def record_value_names() -> Iterator[None]:
     ) -> Any:
         def noted(*given: Any, **named: Any) -> Any:
             key = _key(tracer)
-            _note(tracer, key, GIVEN_AS, _arguments(m, given, named))
+            arguments = list(enumerate(_arguments(m, given, named)))
+            # A value that is given twice is called what it stays: `queries` may stand for another one later.
+            others = _names_set_by(m)
+            arguments.sort(key=lambda argument: argument[1][0] in others)
+            _note(tracer, key, GIVEN_AS, arguments)
             returned = forward(*given, **named)
             results = _results(returned)
-            _note(tracer, key, RETURNED_AT, results)
+            _note(tracer, key, RETURNED_AT, list(enumerate(results)))
             _note_inside(tracer, key, results)
             return returned
 
@@ -81,6 +86,15 @@ def _arguments(module: nn.Module, given: tuple[Any, ...], named: Mapping[str, An
     return found
 
 
+def _names_set_by(module: nn.Module) -> set[str]:
+    """Returns the names to which a module's forward assigns."""
+    code = getattr(inspect.unwrap(module.forward), "__code__", None)
+    run = dis.get_instructions(code) if inspect.iscode(code) else ()
+    stores = (each for each in run if each.opname.startswith("STORE_FAST"))
+    names = (each.argval if isinstance(each.argval, tuple) else (each.argval,) for each in stores)
+    return {name for several in names for name in several}
+
+
 def _results(returned: Any) -> list[tuple[str, Any]]:
     if isinstance(returned, Mapping):
         return [(str(entry), value) for entry, value in returned.items()]
@@ -88,8 +102,8 @@ def _results(returned: Any) -> list[tuple[str, Any]]:
     return [("", value) for value in values]
 
 
-def _note(tracer: fx.Tracer, key: str, kind: str, values: list[tuple[str, Any]]) -> None:
-    for place, (name, value) in enumerate(values):
+def _note(tracer: fx.Tracer, key: str, kind: str, values: list[tuple[int, tuple[str, Any]]]) -> None:
+    for place, (name, value) in values:
         node = _node(tracer, value)
         if node is not None:
             node.meta.setdefault(kind, {}).setdefault(key, (place, name, len(values)))
