@@ -11,6 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any
 
 import torch
@@ -86,13 +87,17 @@ def _arguments(module: nn.Module, given: tuple[Any, ...], named: Mapping[str, An
     return found
 
 
-def _names_set_by(module: nn.Module) -> set[str]:
+def _names_set_by(module: nn.Module) -> frozenset[str]:
     """Returns the names to which a module's forward assigns."""
     code = getattr(inspect.unwrap(module.forward), "__code__", None)
-    run = dis.get_instructions(code) if inspect.iscode(code) else ()
-    stores = (each for each in run if each.opname.startswith("STORE_FAST"))
+    return _names_set_in(code) if inspect.iscode(code) else frozenset()
+
+
+@functools.cache
+def _names_set_in(code: CodeType) -> frozenset[str]:
+    stores = (each for each in dis.get_instructions(code) if each.opname.startswith("STORE_FAST"))
     names = (each.argval if isinstance(each.argval, tuple) else (each.argval,) for each in stores)
-    return {name for several in names for name in several}
+    return frozenset(name for several in names for name in several)
 
 
 def _results(returned: Any) -> list[tuple[str, Any]]:
