@@ -127,3 +127,12 @@ def test_one_byte_short_of_fitting_is_infeasible(num_blocks: int) -> None:
     assert partition(Problem(blocks, (), sizes), Cluster.uniform(2, memory_bytes=enough))
     with pytest.raises(InfeasibleError, match=f"needs .* \\({enough} bytes\\)"):
         partition(Problem(blocks, (), sizes), Cluster.uniform(2, memory_bytes=enough - 1))
+
+
+def test_of_many_devices_that_are_too_small_a_few_are_named() -> None:
+    with pytest.raises(InfeasibleError) as caught:
+        partition(chain((100,) * 12, 12), devices_of(*(1900,) * 12))
+
+    reasons = str(caught.value).partition("It is impossible because of ")[2].partition("; without")[0]
+    assert reasons.count("(has 1.86 KiB") == 6
+    assert reasons.endswith("; 6 more devices")

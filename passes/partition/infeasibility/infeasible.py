@@ -23,6 +23,7 @@ from pd2bw_fx.units import format_bytes
 from .nearest import MORE_STAGES, RECOMPUTE, nearest_changes
 from .shortfall import least_shortfall
 
+_MOST_NAMED = 6  # devices
 _MOST_TIME_S = 20.0  # for the whole explanation
 _MINIMAL = "without any of these there is a plan"
 _ALONE = "whatever the other limits are, and none of these can be left out of the reasons"
@@ -186,7 +187,10 @@ def _least_excess(
     question = _Question(request, solver=solver, deadline=half)
     fewest, limited = question.fewest(request.pins, request.order or range(len(cluster)))
     needs = {orders[choice][at]: float(amount) for at, amount in enumerate(need)}
-    reasons = [_reason(cluster, other, needs.get(other)) for other in limited]
+    shown = limited if len(limited) <= _MOST_NAMED + 1 else limited[:_MOST_NAMED]
+    reasons = [_reason(cluster, other, needs.get(other)) for other in shown]
+    if len(shown) < len(limited):
+        reasons.append(f"{len(limited) - len(shown)} more devices")
     if fewest:
         reasons.append(_wishes(fewest))
     tried = "" if orders.are_all else f" ({len(orders)} of more orders of the devices were tried)"
