@@ -55,6 +55,7 @@ _RESULT_NAMES = {
 # They return their operand with other elements: after `out[:, t] = v` the value is still called out.
 _FILLING = {"select_scatter", "slice_scatter", "index_put", "masked_fill", "index_fill"}
 # What they return keeps the name of their operand.
+_OF_THE_TRACE = re.compile(r"^constant_\d+$")  # a tensor that no attribute of the model holds
 _SAME_VALUE = {"to", "contiguous", "clone", "detach", "type_as", "unsqueeze", "squeeze"}
 # Names of operands by place: a value without a name is called after what it is for.
 _PARTS = {
@@ -301,7 +302,7 @@ def result_name(item: fx.Node | Scope, result: fx.Node) -> str:
         return identifier(last if not last.isdigit() else _in_lower_case(item.type_name))
     if result.op == "get_attr":
         name = str(result.target).rpartition(".")[2]
-        return identifier(re.sub(r"^constant_\d+$", "constant", name))
+        return identifier(_OF_THE_TRACE.sub("constant", name))
     custom = custom_function(result.target)
     if custom is not None:
         return identifier(custom.name.lower())
@@ -324,7 +325,8 @@ def _part_of_a_buffer(node: fx.Node) -> str | None:
     while operator_name(node) in {"slice", "unsqueeze"} and isinstance(node.args[0], fx.Node):
         node = node.args[0]
         if node.op == "get_attr":
-            return str(node.target).rpartition(".")[2]
+            name = str(node.target).rpartition(".")[2]
+            return None if _OF_THE_TRACE.fullmatch(name) else name
     return None
 
 
