@@ -13,7 +13,7 @@ import pytest
 
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.errors import InfeasibleError, SolverError
-from pd2bw_fx.passes.partition import partition
+from pd2bw_fx.passes.partition import NothingFaster, partition
 from pd2bw_fx.passes.partition.bounds.downsets import OutOfTime
 from pd2bw_fx.passes.partition.bounds.frontiers import Frontiers
 from pd2bw_fx.passes.partition.choices import Deadline
@@ -149,3 +149,16 @@ def test_where_the_time_is_too_short_the_nearest_and_what_would_be_enough_are_to
 
     assert re.search(r"the nearest that was found needs .* on cpu:\d, which has 18.1 KiB", str(caught.value))
     assert 'recompute="auto"' in str(caught.value)
+
+
+def test_only_a_faster_plan_is_looked_for_where_one_is_known() -> None:
+    problem, cluster = row(600), Cluster.uniform(8, memory_bytes=8_500)
+    plan = partition(problem, cluster, num_stages=8, max_gap=0.01)
+
+    with pytest.raises(NothingFaster) as caught:
+        partition(problem, cluster, num_stages=8, max_gap=0.01, faster_than_s=0.9 * plan.bottleneck_s)
+    assert caught.value.bound_s == pytest.approx(0.9 * plan.bottleneck_s, rel=0.011)
+    faster = partition(
+        problem, cluster, num_stages=8, max_gap=0.01, faster_than_s=1.2 * plan.bottleneck_s, time_limit_s=20
+    )
+    assert faster.bottleneck_s < 1.2 * plan.bottleneck_s

@@ -26,9 +26,7 @@ from .reader import check_problem
 from .request import Keeping, SearchRequest
 from .search.search_with_routes import search_faster_with_routes, search_with_routes
 
-_NEAREST_SHARE = (
-    0.25  # of the time limit, after the search, for what is nearest to fitting if it found no plan
-)
+_NEAREST_SHARE = 0.25  # of the time limit, in addition, for what is nearest where no plan was found
 
 
 def partition(

@@ -78,7 +78,7 @@ class ByFrontiers:
                 high_s = target_s
             target_s = (low_s + high_s) / 2
         if high_s < state.bottleneck_s and self._frontiers is not None:
-            self._look(self._frontiers, state.choice, high_s)
+            self._look(self._frontiers, max(state.choice, 0), high_s)  # -1: nothing is known yet
 
     def _is_refuted(self, target_s: float) -> bool:
         state = self._state
