@@ -93,10 +93,8 @@ class RankOptimizer:
         return tuple(float(rate) for rate in rates if isinstance(rate, float | numbers.Real | Tensor))
 
     def step(self, *, held_elsewhere: Collection[str] = ()) -> None:
-        """Raises InputError for an optimizer that wants a closure.
-
-        So does one that draws random numbers in its first step, where other ranks hold parameters of it too.
-        """
+        """Raises InputError for an optimizer that wants a closure, and for one that draws random numbers in
+        its first step where some of its parameters are `held_elsewhere`, by other ranks too."""
         assert self.optimizer is not None
         watched = held_elsewhere if self._is_first_step else ()
         with telling_of_closures(self.optimizer), telling_of_draws(self.optimizer, watched):
