@@ -347,6 +347,25 @@ def test_a_counter_has_the_authors_name_only_if_it_counts_the_same_numbers() -> 
     assert "for k in" not in source
 
 
+class _NestedAlike(_Nested):
+    def forward(self, x: Tensor) -> Tensor:
+        for j in range(3):
+            for k in range(2):
+                x = x + torch.tanh(self.weight[2 * j + k]) / (j + 1)
+        return x.square().mean()
+
+
+def test_the_first_round_is_divided_by_one_like_the_others() -> None:
+    source = source_of(_NestedAlike(), torch.randn(2, 4))
+
+    inside = lines_inside(source, "for i in range(1, 4):")
+    assert inside == [
+        "x = x + torch.tanh(self.weight[2 * i - 2]) / i",
+        "x = x + torch.tanh(self.weight[2 * i - 1]) / i",
+    ]
+    assert source.count("torch.tanh") == 2
+
+
 class Experts(nn.Module):
     """Both sums begin with 0, the first share is a slice from the start, and a list fits in a line."""
 
