@@ -55,9 +55,9 @@ def remove_identities(draft: Draft, facts: Facts) -> None:
             continue
         if operator_name(node) == "detach" and facts.storages[node.name] & differentiated:
             continue  # without `detach` the memory itself would become part of the autograd graph
-        same = _same_before(node, facts)
         if _line_with_number(node) in counted:
             continue
+        same = _same_before(node, facts)
         if same is None or facts.requires_grad(same.name) != facts.requires_grad(node.name):
             continue
         if _may_copy(node, same, facts) and (facts.storages[node.name] | facts.storages[same.name]) & written:
