@@ -36,8 +36,9 @@ _REFUTING = {
     "mip_heuristic_run_feasibility_jump": False,
 }
 _EXACTLY = {"mip_feasibility_tolerance": 1e-9, "primal_feasibility_tolerance": 1e-9}
-# HiGHS 1.16 may stay in its presolve's probing for minutes, where it does not look at the clock.
-_NO_PROBING = {"presolve_rule_off": 2**15}
+# HiGHS 1.16 may stay in these steps of its presolve for minutes or without end, and not look at the clock.
+_PROBING, _ENUMERATION = 2**15, 2**16
+_WITHIN_TIME = {"presolve_rule_off": _PROBING | _ENUMERATION}
 Terms = Iterable[tuple[Variable, float]]
 
 # PuLP's interfaces to missing solvers keep the error of their import. Its traceback keeps the frames of
@@ -231,7 +232,7 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
     def createAndConfigureSolver(self, lp: Any) -> None:
         """Builds the model as PuLP does, but silent from the beginning."""
         lp.solverModel = SilentHighs()
-        options = {"output_flag": False, "threads": self.threads, **_NO_PROBING, **self.optionsDict}
+        options = {"output_flag": False, "threads": self.threads, **_WITHIN_TIME, **self.optionsDict}
         if self.timeLimit is not None:
             options["time_limit"] = float(self.timeLimit)
         for name, value in options.items():

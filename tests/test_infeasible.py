@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
+import random
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pd2bw_fx.cluster import Cluster
@@ -13,7 +17,9 @@ from pd2bw_fx.device import Device
 from pd2bw_fx.errors import InfeasibleError
 from pd2bw_fx.passes.partition import partition, plan_problem
 from pd2bw_fx.passes.partition.bounds.frontiers import Frontiers
-from pd2bw_fx.passes.partition.instance import Instance, Integers
+from pd2bw_fx.passes.partition.choices import Choices, Deadline
+from pd2bw_fx.passes.partition.infeasibility import shortfall
+from pd2bw_fx.passes.partition.instance import Instance, Integers, Net, SharedBytes, evaluate
 from pd2bw_fx.passes.partition.search.search_state import SearchState
 from pd2bw_fx.passes.solver import Status
 from pd2bw_fx.problem import Block, ParameterSize, Problem, Value
@@ -136,3 +142,73 @@ def test_of_many_devices_that_are_too_small_a_few_are_named() -> None:
     reasons = str(caught.value).partition("It is impossible because of ")[2].partition("; without")[0]
     assert reasons.count("(has 1.86 KiB") == 6
     assert reasons.endswith("; 6 more devices")
+
+
+def row_of(seed: int, *, with_the_rest: bool) -> Instance:
+    """Returns seven nodes one after another on three stages with little memory. `with_the_rest` some of it is
+    no sum over nodes: a parameter that the first and the last node share, and workspaces."""
+    draw = random.Random(seed)
+    n, k = 7, 3
+
+    def amounts(most: int, *shape: int) -> Any:
+        return np.array([draw.randint(0, most) for _ in range(math.prod(shape))], float).reshape(shape)
+
+    edges = tuple(itertools.pairwise(range(n)))
+    return Instance(
+        num_stages=k,
+        edges=edges,
+        work_s=amounts(8, k, n),
+        again_s=amounts(4, k, n),
+        nets=tuple(Net(u, (v,), draw.randint(0, 3)) for u, v in edges),
+        cost_s=np.ones((len(edges), k, k)),
+        per_destination=True,
+        overlap=draw.random() < 0.5,
+        recompute=draw.choice([False, True]),
+        may_be_empty=True,
+        limit_bytes=amounts(10, k) + 5,
+        in_flight=np.array([3, 2, 1]),
+        static_bytes=np.tile(amounts(10, n), (k, 1)),
+        gradient_bytes=np.zeros(n),
+        gradients_wait=np.zeros(k, bool),
+        updates_each=np.zeros(k, bool),
+        flushes=np.zeros(k, bool),
+        saved_bytes=amounts(12, n),
+        workspace_bytes=amounts(20, n) if with_the_rest else np.zeros(n),
+        stepped_bytes=np.zeros(n),
+        shared=(SharedBytes(np.full(k, 25.0), 0.0, (0, n - 1)),) if with_the_rest else (),
+    )
+
+
+def least_share(row: Instance) -> float:
+    stages = itertools.combinations_with_replacement(range(row.num_stages), row.num_nodes)
+    needs = (evaluate(row, np.array(stage_of)).memory_bytes for stage_of in stages)
+    return min(float((need / row.limit_bytes).max()) for need in needs)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_row_is_cut_where_the_fullest_stage_is_least_full(seed: int) -> None:
+    row = row_of(seed, with_the_rest=False)
+    found = shortfall._evened(Choices(1, lambda _: row), None, Deadline(60.0))
+    assert found is not None
+    assert found.share == pytest.approx(least_share(row))
+    assert not found.is_least  # it is not proven
+
+
+def test_what_is_no_sum_over_nodes_is_counted_where_the_cut_before_had_it() -> None:
+    shares = []
+    for seed in range(40):
+        row = row_of(seed, with_the_rest=True)
+        found = shortfall._evened(Choices(1, lambda _, row=row: row), None, Deadline(60.0))
+        assert found is not None
+        shares.append(found.share / least_share(row))
+    assert min(shares) >= 1.0
+    assert np.mean(shares) < 1.05
+
+
+def test_a_model_too_large_for_programs_is_cut_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks with two microbatches in flight, and four with one: three and three would need 3.32 KiB."""
+    monkeypatch.setattr(shortfall, "takes_too_long", lambda *_: True)
+    monkeypatch.setattr(shortfall, "_ORDERS_TIME_S", 0.0)
+    problem = chain((300, 300, 300, 300, 300, 300), 2)
+    with pytest.raises(InfeasibleError, match=r"All fits with 2\.14 times the memory"):
+        partition(problem, devices_of(1500, 1500))
