@@ -155,3 +155,36 @@ def test_inputs_and_losses_that_cannot_be_are_named(said: str, costs: Any) -> No
 
     with pytest.raises(pd2bw_fx.InputError, match=said):
         pd2bw_fx.split(model, cluster=2, costs=costs, profile_cache=False, **given)
+
+
+class WithoutItsScale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).sum() * self.scale
+
+
+class AsksForASign(WithoutItsScale):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).sum()
+        return -y if y < 0 else y
+
+
+def test_a_model_without_values_is_told_its_own_mistakes() -> None:
+    with torch.device("meta"):
+        model, x, narrow = WithoutItsScale(), torch.zeros(4, 8), torch.zeros(4, 7)
+
+    with pytest.raises(pd2bw_fx.InputError, match=r"WithoutItsScale itself raises .* no attribute 'scale'"):
+        pd2bw_fx.split(model, (x,), cluster=2)
+    with pytest.raises(pd2bw_fx.InputError, match=r"WithoutItsScale itself raises .*\(4, 7\).* \[4, 7\]"):
+        pd2bw_fx.split(model, (narrow,), cluster=2)
+
+
+def test_that_a_model_has_no_values_is_not_its_mistake() -> None:
+    with torch.device("meta"):
+        model, x = AsksForASign(), torch.zeros(4, 8)
+
+    with pytest.raises(pd2bw_fx.TraceError, match="AsksForASign cannot be traced"):
+        pd2bw_fx.split(model, (x,), cluster=2)

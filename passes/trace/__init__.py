@@ -301,7 +301,7 @@ def _first_that_works(front_ends: Sequence[str], flat: FlatArguments, request: _
             require_not_interrupted(error, outside)
             failures.append((name, error))
             if name == front_ends[0] and request.batch_size is not None:
-                require_eager_run(program)
+                require_eager_run(program, error)
             warn_of_own_fault(name, error)
     return _Outcome(program, None, tuple(failures))
 

@@ -21,23 +21,35 @@ from .program import MODEL_PREFIX, Program
 from .source_lines import one_line, source_line
 
 
-def require_eager_run(program: Program) -> None:
+def require_eager_run(program: Program, traced: Exception | None = None) -> None:
     """Runs the model once as it is; raises InputError with its own error if it refuses the example inputs.
 
-    Buffers and random generators are restored afterwards. A model whose weights hold no data is not run.
+    Buffers and random generators are restored afterwards. A model without data may raise because it has none:
+    its error is its own only if `traced`, which stopped the trace, is of the same kind and place.
     """
-    if not holds_data(program):
+    has_data = holds_data(program)
+    if not has_data and traced is None:
         return
     try:
         _run(program)
     except Pd2bwError:
         raise
     except Exception as error:
+        if not has_data and not _are_alike(error, traced):
+            return
         given = dict(zip(program.flat.names, program.flat.tensors, strict=True))
         if program.record.reached_loss:
             advice = _LOSS_ACCEPTED if program.flat.has_targets else _LOSS_ALONE_ACCEPTED
             raise _own_words("loss_fn", given, error, advice=advice) from error
         raise _own_words(type(program.model).__name__, given, error) from error
+
+
+def _are_alike(without_data: Exception, traced: Exception | None) -> bool:
+    """Returns whether a model without data raises what stopped its trace, and not for want of data."""
+    place = None if traced is None else source_line(traced)
+    if place is None or "meta" in str(without_data).lower():
+        return False
+    return type(without_data) is type(traced) and source_line(without_data) == place
 
 
 _EXAMPLE = "the example inputs"
