@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -276,3 +277,21 @@ def test_training_that_is_broken_off_keeps_what_it_learned(model: nn.Module, pip
 
     stopped = pipe.train_local(batches * 5, optimizer=sgd, on_update=lambda update, loss: update < 2)
     assert 3 <= len(stopped.losses) < 5 * len(batches)
+
+
+@pytest.mark.parametrize(
+    ("told", "stops"),
+    [
+        (False, True),
+        (np.bool_(False), True),
+        (torch.tensor(False), True),
+        (torch.tensor([False]), True),
+        (True, False),
+        (None, False),
+        (0, False),
+        (torch.tensor(0.0), False),
+        (torch.zeros(2, dtype=torch.bool), False),
+    ],
+)
+def test_a_false_of_any_library_ends_a_run_and_no_other_result_does(told: Any, stops: bool) -> None:
+    assert local_run._is_false(told) == stops

@@ -178,7 +178,7 @@ def test_what_cannot_train_is_refused_before_a_worker_starts(pipe: pd2bw_fx.Pipe
 
     lock = threading.Lock()
     with pytest.raises(pd2bw_fx.InputError, match="sent to the workers"):
-        pipe.train_local([], optimizer=lambda parameters: (lock, sgd(parameters))[1])
+        pipe.train_local(mlp_batches(build("mlp")), optimizer=lambda parameters: (lock, sgd(parameters))[1])
 
 
 def test_what_is_not_many_batches_is_told() -> None:
@@ -196,3 +196,10 @@ def test_what_is_not_many_batches_is_told() -> None:
         pd2bw_fx.InputError, match="batches gave none; a generator can be gone through only once"
     ):
         train(each for each in ())
+
+
+def test_no_worker_is_started_for_no_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = pd2bw_fx.split(build("mlp"), cluster=1, costs="analytic", check=False, method="1f1b")
+    monkeypatch.setattr("pd2bw_fx.runtime.local.LocalRun", lambda *_: pytest.fail("workers were started"))
+    with pytest.raises(pd2bw_fx.InputError, match="batches gave none"):
+        pipe.train_local([], optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))

@@ -6,6 +6,7 @@ this process --(socket pair)-- worker 0        batches go out as they are asked 
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -79,6 +80,7 @@ def train_local(
     require_own_precision(chosen.precision)
     devices = [local_device(job.device, chosen.device) for job in prepared]
     require_gpus(chosen.backend, [device if device.type == "cuda" else None for device in devices])
+    given = _some(batches)  # before any worker is started
     with tempfile.TemporaryDirectory(prefix="pd2bw_fx_") as folder:
         starts = [
             Start(
@@ -96,7 +98,7 @@ def train_local(
             for job in prepared
         ]
         with nursery() as ready:
-            return _trained(pipeline, LocalRun(starts, on_update, ready), batches)
+            return _trained(pipeline, LocalRun(starts, on_update, ready), given)
 
 
 def _require_arguments(
@@ -113,6 +115,17 @@ def _require_arguments(
     require_kind("batches", batches, Iterable, "an iterable of batches, one for each update")
 
 
+def _some(batches: Iterable[Any]) -> Iterable[Any]:
+    """Returns all of the batches. Raises InputError where there are none."""
+    coming = iter(batches)
+    first = list(itertools.islice(coming, 1))
+    if not first:
+        raise InputError(
+            "batches gave none; a generator can be gone through only once: make one for each call"
+        )
+    return itertools.chain(first, coming)
+
+
 def _trained(pipeline: Pipeline, run: LocalRun, batches: Iterable[Any]) -> TrainResult:
     """Gives the run its batches and ends its workers, whatever happens."""
     try:
@@ -120,10 +133,6 @@ def _trained(pipeline: Pipeline, run: LocalRun, batches: Iterable[Any]) -> Train
             run.step(batch)
             if run.is_told_to_stop:
                 break
-        if not run.num_given:
-            raise InputError(
-                "batches gave none; a generator can be gone through only once: make one for each call"
-            )
         return run.finish()
     except WorkerError as error:
         if run.has_trained:

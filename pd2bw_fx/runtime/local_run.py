@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from socket import SHUT_RDWR, socket, socketpair
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pd2bw_fx.errors import InputError, WorkerError
@@ -299,7 +300,9 @@ class LocalRun:
 
 
 def _is_false(told: Any) -> bool:
-    """Returns whether a callback's result is Python's or numpy's False; it may return anything else."""
+    """Returns whether a callback's result is Python's, numpy's or torch's False; it may return anything."""
+    if isinstance(told, Tensor):
+        return told.dtype == torch.bool and told.numel() == 1 and not told.item()
     return type(told).__name__ in ("bool", "bool_") and not told
 
 
