@@ -24,6 +24,7 @@ the fastest assignment so far, and a lower bound that no assignment beats. It en
     integer_program/          feasibility at a target, as an integer program
     infeasibility/            why there is no plan, and what would be enough
     what comes out
+        thin_cuts.py          less to send where the slowest stage is as fast
         planning.py           the plan of an assignment
         check.py              `check_plan`: an edited plan, priced again
         explain.py            `explain`: why a plan is as it is

@@ -218,8 +218,10 @@ def _transfers(
     send_s, receive_s, held = np.zeros(k), np.zeros(k), np.zeros(k)
     stages = stage_of.tolist()  # numbers of a list are read in a third of the time
     for index, net in enumerate(instance.nets):
-        source = stages[net.producer]
-        targets = sorted({stages[node] for node in net.consumers} - {source})
+        source, readers = stages[net.producer], net.consumers
+        if len(readers) == 1 and stages[readers[0]] == source:  # most nets, for which no set is made
+            continue
+        targets = sorted({stages[node] for node in readers} - {source})
         if not targets:
             continue
         costs = instance.cost_s[index]

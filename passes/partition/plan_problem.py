@@ -17,15 +17,19 @@ from pd2bw_fx.plan import Plan, Progress
 from pd2bw_fx.problem import Problem
 from pd2bw_fx.units import counted
 
-from .choices import Deadline, NoPlanInTime
+from .choices import Deadline, NoPlanInTime, SearchResult
 from .constrain import constrain
 from .infeasibility.infeasible import infeasible_error, no_plan_in_time
+from .instance import Instance
 from .memory_kept import METHODS, kept_by
 from .planning import plan_of, proven_for
 from .reader import check_problem
 from .request import Keeping, SearchRequest
+from .route import loads_of
 from .search.search_with_routes import search_faster_with_routes, search_with_routes
+from .thin_cuts import with_thin_cuts
 
+_THINNER_SHARE, _THINNER_TIME_S = 0.1, 5.0  # of the time limit, and at most, for thinner cuts
 _NEAREST_SHARE = 0.25  # of the time limit, in addition, for what is nearest where no plan was found
 
 
@@ -108,10 +112,13 @@ def partition(
         raise no_plan_in_time(request, choices, orders, solver=solver, deadline=share) from None
     if found is None:
         raise infeasible_error(request, choices, orders, solver=solver, within=within)
+    instance = choices[found.choice]
+    if not deadline.is_stopped:
+        found = _thinned(instance, found, Deadline(min(_THINNER_SHARE * time_limit_s, _THINNER_TIME_S)))
     plan = plan_of(
         request.problem,
         request.cluster,
-        choices[found.choice],
+        instance,
         found,
         order=orders[found.choice],
         memory_model=memory_model,
@@ -132,6 +139,13 @@ def partition(
         order=request.order,
     )
     return replace(plan, bound_for=key)
+
+
+def _thinned(instance: Instance, found: SearchResult, deadline: Deadline) -> SearchResult:
+    handing_on = replace(instance, hands_on=True)
+    stage_of = with_thin_cuts(handing_on, found.stage_of, deadline)
+    bottleneck_s = min(found.bottleneck_s, loads_of(handing_on, stage_of).bottleneck_s)
+    return replace(found, stage_of=stage_of, bottleneck_s=bottleneck_s)
 
 
 def require_blocks(problem: Problem, num_stages: int) -> None:

@@ -14,7 +14,7 @@ the last stage of an encoder does not have to send its result to every stage of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,32 +42,35 @@ def routed(instance: Instance, stage_of: Integers) -> tuple[dict[int, Hops], Loa
         return {}, straight
     if links_are_alike(instance):
         return share_sends(instance, stage_of, straight)
+    crossing = [net for net in range(len(instance.nets)) if direct_hops(instance.nets[net], stage_of)]
     cheap: tuple[dict[int, Hops], Loads] = {}, straight
-    for option in sorted(_cheaper_options(instance, stage_of), key=lambda each: (-each.saved_s, each.net)):
+    for option in sorted(
+        _cheaper_options(instance, stage_of, crossing), key=lambda each: (-each.saved_s, each.net)
+    ):
         tried = evaluate(instance, stage_of, cheap[0] | {option.net: option.hops})
         if tried.bottleneck_s <= cheap[1].bottleneck_s and (tried.fits or not cheap[1].fits):
             cheap = {**cheap[0], option.net: option.hops}, tried
-    first, second = _relieved(instance, stage_of, *cheap), _relieved(instance, stage_of, {}, straight)
+    first, second = (_relieved(instance, stage_of, crossing, *by) for by in (cheap, ({}, straight)))
     is_better = second[1].bottleneck_s < first[1].bottleneck_s * (1 - _LEAST_RELATIVE_GAIN)
     return second if is_better else first
 
 
 def _relieved(
-    instance: Instance, stage_of: Integers, routes: dict[int, Hops], loads: Loads
+    instance: Instance, stage_of: Integers, crossing: Sequence[int], routes: dict[int, Hops], loads: Loads
 ) -> tuple[dict[int, Hops], Loads]:
     """Reroutes one value after another, as long as that makes the slowest stage faster."""
-    while (relief := _relief(instance, stage_of, routes, loads)) is not None:
+    while (relief := _relief(instance, stage_of, crossing, routes, loads)) is not None:
         routes, loads = relief
     return routes, loads
 
 
 def _relief(
-    instance: Instance, stage_of: Integers, routes: Mapping[int, Hops], loads: Loads
+    instance: Instance, stage_of: Integers, crossing: Sequence[int], routes: Mapping[int, Hops], loads: Loads
 ) -> tuple[dict[int, Hops], Loads] | None:
     """Returns the routes with one value rerouted, the one that makes the slowest stage faster by most."""
     slowest = int(loads.load_s.argmax())
     found: tuple[dict[int, Hops], Loads] | None = None
-    for net in range(len(instance.nets)):
+    for net in crossing:
         taken = hops_of(instance, stage_of, routes, net)
         if not any(slowest in hop for hop in taken):
             continue
@@ -117,11 +120,11 @@ def hops_of(instance: Instance, stage_of: Integers, routes: Mapping[int, Hops], 
     return routes.get(net) or direct_hops(instance.nets[net], stage_of)
 
 
-def _cheaper_options(instance: Instance, stage_of: Integers) -> list[RouteOption]:
+def _cheaper_options(instance: Instance, stage_of: Integers, crossing: Sequence[int]) -> list[RouteOption]:
     options = []
-    for net in range(len(instance.nets)):
+    for net in crossing:
         direct = direct_hops(instance.nets[net], stage_of)
-        if not direct or direct[-1][1] - direct[0][0] < 2:
+        if direct[-1][1] - direct[0][0] < 2:
             continue
         costs = instance.cost_s[net]
         hops = _handed_on(costs, direct[0][0], [target for _, target in direct])
