@@ -113,7 +113,7 @@ def partition(
     if found is None:
         raise infeasible_error(request, choices, orders, solver=solver, within=within)
     instance = choices[found.choice]
-    if not deadline.is_stopped:
+    if order is None and not deadline.is_stopped:  # of an order's devices, some may have several stages
         found = _thinned(instance, found, Deadline(min(_THINNER_SHARE * time_limit_s, _THINNER_TIME_S)))
     plan = plan_of(
         request.problem,
