@@ -22,6 +22,7 @@ import torch
 from planner_drawn import BRANCHY
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.costs import Costs
@@ -132,26 +133,38 @@ def two_bw_cases() -> Iterator[Case]:
 
 
 def tight_cases() -> Iterator[Case]:
-    """A Llama of 70 billion parameters. Its activations are so large that stages cannot be equal: the first
-    ones, with most microbatches in flight, have to be short, unless they compute them again."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """A Llama of 70 and a ViT of 22 billion parameters. Activations are so large that stages cannot be equal:
+    the first ones, with most microbatches in flight, have to be short, unless they compute them again."""
+    from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageClassification
 
-    config = LlamaConfig(
+    llama = LlamaConfig(
         vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
         num_attention_heads=64, num_key_value_heads=8,
     )  # fmt: skip
+    vit = ViTConfig(
+        hidden_size=6144, num_hidden_layers=48, num_attention_heads=48, intermediate_size=24576,
+        image_size=224, patch_size=14,
+    )  # fmt: skip
     with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
+        llama_model = LlamaForCausalLM(llama).to(torch.bfloat16)
         tokens = torch.zeros((1, 4096), dtype=torch.long)
-    traced = trace(model, (), {"input_ids": tokens, "labels": tokens})
-    graph = normalise(traced)
-    costs = profile(graph, traced.examples, device=GPU, method="analytic")
-    problem = coarsen(graph, costs, uniform(16))
+        vit_model = ViTForImageClassification(vit)
+        images, labels = torch.zeros(8, 3, 224, 224), torch.zeros(8, dtype=torch.long)
+    problem = traced_problem(llama_model, {"input_ids": tokens, "labels": tokens}, 16)
     settings: tuple[tuple[int, bool | Literal["auto"], float], ...]
     settings = ((300, False, 0.01), (400, False, 0.03), (141, "auto", 0.02))
     for memory_gib, recompute, max_gap in settings:
         name = f"tight, Llama of 80 layers, 16 devices, {memory_gib} GiB{', recompute' if recompute else ''}"
         yield Case(name, problem, uniform(16, memory_gib), max_gap, 30, recompute)
+    problem = traced_problem(vit_model, {"pixel_values": images, "labels": labels}, 8)
+    yield Case("tight, ViT of 48 layers, 8 devices, 75 GiB", problem, uniform(8, 75), 0.01, 60)
+
+
+def traced_problem(model: nn.Module, kwargs: dict[str, torch.Tensor], num_devices: int) -> Problem:
+    traced = trace(model, (), kwargs)
+    graph = normalise(traced)
+    costs = profile(graph, traced.examples, device=GPU, method="analytic")
+    return coarsen(graph, costs, uniform(num_devices))
 
 
 def branchy_cases() -> Iterator[Case]:
