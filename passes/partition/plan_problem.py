@@ -144,8 +144,9 @@ def partition(
 def _thinned(instance: Instance, found: SearchResult, deadline: Deadline) -> SearchResult:
     handing_on = replace(instance, hands_on=True)
     stage_of = with_thin_cuts(handing_on, found.stage_of, deadline)
-    bottleneck_s = min(found.bottleneck_s, loads_of(handing_on, stage_of).bottleneck_s)
-    return replace(found, stage_of=stage_of, bottleneck_s=bottleneck_s)
+    if stage_of is found.stage_of:
+        return found
+    return replace(found, stage_of=stage_of, bottleneck_s=loads_of(handing_on, stage_of).bottleneck_s)
 
 
 def require_blocks(problem: Problem, num_stages: int) -> None:
