@@ -187,12 +187,12 @@ def written_by_schema(node: fx.Node) -> tuple[fx.Node, ...]:
 def one_at_a_time(function: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
     """Lets a function that traces wait until no other thread traces: it changes torch in the whole process.
 
-    It runs in a `training_context`, whatever the caller has switched off.
+    It runs in a `training_context`, whatever the caller has switched off, and `as_written`.
     """
 
     @functools.wraps(function)
     def waiting(*args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
-        with _TRACING, training_context():
+        with _TRACING, training_context(), as_written():
             return function(*args, **kwargs)
 
     return waiting
@@ -206,6 +206,16 @@ def training_context() -> Iterator[None]:
         stack.enter_context(torch.enable_grad())
         for device_type in surrounding_autocast():
             stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield
+
+
+@contextmanager
+def as_written() -> Iterator[None]:
+    """Runs what torch.compile has compiled as its author wrote it: a few runs are not worth compiling for."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled yet, and importing it takes a second
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
         yield
 
 

@@ -11,6 +11,7 @@ needs them.
     checked_values        assert what `torch._check_tensor_all` checks
     checkpointing         leave the model's own activation checkpointing out
     compared_numbers      numbers from `item` that report how comparisons of them come out
+    compiled_parts        call parts that torch.compile has wrapped as they are written
     compiling             choose what torch.compiler.is_compiling() answers to the model
     conditions            record conditions on values in a run, and assume them in a trace
     constants             compute what follows from constants alone

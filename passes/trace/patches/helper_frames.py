@@ -8,15 +8,19 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from traceback import FrameSummary, StackSummary
 from typing import Any
 
 import torch.nn.functional as F
+from torch import nn
 from torch.fx.proxy import TracerBase
 
 from pd2bw_fx.passes.trace.source_lines import is_the_authors
+
+INHERITED = "inherited_forward"  # that another forward of the same module calls: super().forward(x)
 
 _RUN = os.path.join(os.path.dirname(os.path.dirname(__file__)), "program.py"), "_run"  # calls model and loss
 _OF_ATTENTION = {"multi_head_attention_forward", "_in_projection_packed", "_in_projection"}
@@ -38,6 +42,7 @@ def record_helper_frames() -> Iterator[None]:
         forwards = [at for at, f in enumerate(summary) if f.name == "forward" and is_the_authors(f.filename)]
         loss = _beginning_of_a_loss(summary)
         last = max([*forwards, loss or 0])
+        called = {at for before, at in pairwise(forwards) if not _is_call_of_module(summary[before + 1 : at])}
         for at, frame in enumerate(summary):
             is_kept = (frame.filename, frame.lineno, frame.name) in wanted
             if at == loss or (is_kept and frame.name == "forward"):
@@ -49,7 +54,9 @@ def record_helper_frames() -> Iterator[None]:
                 is_theirs = is_the_authors(frame.filename) and _package(folder) == package
                 is_beside = folder == own or (at > last and is_theirs)
             is_of_attention = frame.name in _OF_ATTENTION and frame.filename == F.__file__
-            if is_kept or is_of_attention or (is_beside and not frame.name.startswith("<")):
+            if at in called:
+                found.append(FrameSummary(frame.filename, frame.lineno, INHERITED, line=frame.line))
+            elif is_kept or is_of_attention or (is_beside and not frame.name.startswith("<")):
                 found.append(frame)
         return StackSummary.from_list(found)
 
@@ -59,6 +66,10 @@ def record_helper_frames() -> Iterator[None]:
         yield
     finally:
         tracer._filter_traceback_frames = plain
+
+
+def _is_call_of_module(between: Sequence[FrameSummary]) -> bool:
+    return any(frame.filename == nn.modules.module.__file__ for frame in between)
 
 
 def _beginning_of_a_loss(summary: StackSummary) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from pd2bw_fx.contraction import keep_contractions_symbolic
 from pd2bw_fx.ctc import keep_ctc_loss
@@ -16,6 +16,7 @@ from pd2bw_fx.value_checks import skip_value_checks
 
 from .batch_rules import use_batch_rules_for_any_size
 from .checked_values import assert_checked_values
+from .compiled_parts import call_parts_as_written
 from .constants import fold_constants
 from .custom_functions import keep_custom_functions
 from .derivatives import trace_derivatives
@@ -35,11 +36,12 @@ def while_tracing(program: Program) -> Iterator[None]:
 
     Later patches are inside earlier ones.
     """
-    with (
+    patches = (
         warnings.catch_warnings(),
         keep_custom_functions(),
         keep_ctc_loss(),
         trace_derivatives(),
+        call_parts_as_written(program.model, program.loss_fn),
         skip_no_op_moves(),
         keep_contractions_symbolic(),
         keep_sizes_symbolic(program.model, program.loss_fn),
@@ -56,7 +58,10 @@ def while_tracing(program: Program) -> Iterator[None]:
         record_size_answers(program.answers),
         record_guards(program.answers.guards),
         leave_other_flags_alone(),
-    ):
+    )
+    with ExitStack() as stack:  # a with statement takes no more than 20
+        for patch in patches:
+            stack.enter_context(patch)
         # Watch looks for tensors that a forward assigns to its module, without false alarms.
         warnings.filterwarnings("ignore", message=TENSOR_ASSIGNED)
         yield
