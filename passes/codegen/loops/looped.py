@@ -187,7 +187,8 @@ class Looped:
 
     def _first(self) -> list[str]:
         given = dict.fromkeys(given.statement for given in self.given.values())
-        return [*self.second, *(f"{listed.name} = []" for listed in self.rounds.listed.values()), *given]
+        lists = dict.fromkeys(f"{listed.name} = []" for listed in self.rounds.listed.values())
+        return [*self.second, *lists, *given]
 
     def fits(self) -> bool:
         return len(self._header()) < WIDTH - 24 and all(given.fits for given in self.given.values())

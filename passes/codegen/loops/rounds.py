@@ -33,7 +33,7 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A list into which each round puts what it makes at one place, and where the list is read."""
+    """A list into which each round puts what it makes at one place or more, and where the list is read."""
 
     name: str
     reads: tuple[Read, ...]
@@ -201,36 +201,52 @@ class Rounds:
             return None
         return (line - self.start) // self.length, ((line - self.start) % self.length, at)
 
-    def _list_reads(self, end: int) -> dict[TokenAt, list[Read]] | None:
+    def _list_reads(self, end: int) -> dict[tuple[TokenAt, ...], list[Read]] | None:
         """Finds where what all rounds make is read as a list or sum, from the line `end` on, by place.
 
+        Places whose values are not are taken together: each round puts one after another into the same list.
         The result is None where what a round other than the last makes is read in another way.
         """
-        found: dict[TokenAt, list[Read]] = {}
+        found: dict[tuple[TokenAt, ...], list[Read]] = {}
+        together: list[TokenAt] = []
         for place in self.makers():
-            values = self.values(place)
-            reads = [self.whole.reads_from(end, value) for value in values]
-            runs = [run for first in (reads[0], reads[-1]) for run in self._runs(values, first)]
-            covered = {(run.line, at) for run in runs for at in range(run.first, run.last + 1)}
-            if not all(covered.issuperset(places) for places in reads[:-1]):
+            runs = self._runs_of([place], end)
+            if runs is None:
+                together.append(place)
+            elif runs:
+                found[place,] = runs
+        if together:
+            runs = self._runs_of(together, end) if len(together) > 1 else None
+            if not runs:
                 return None
-            if runs:
-                found[place] = list(dict.fromkeys(runs))
+            found[tuple(together)] = runs
         return found
 
+    def _runs_of(self, places: Sequence[TokenAt], end: int) -> list[Read] | None:
+        """Finds the reads of what all rounds make at these places, round by round; None as `_list_reads`."""
+        values = [value for made in zip(*map(self.values, places), strict=True) for value in made]
+        reads = [self.whole.reads_from(end, value) for value in values]
+        runs = [run for first in (reads[0], reads[-1]) for run in self._runs(values, first)]
+        covered = {(run.line, at) for run in runs for at in range(run.first, run.last + 1)}
+        if not all(covered.issuperset(others) for others in reads[: -len(places)]):
+            return None
+        return list(dict.fromkeys(runs))
+
     def _collect_lists(self) -> dict[TokenAt, Listed] | None:
-        """Names a list for each place whose values are read in one; None where `_list_reads` gives None."""
+        """Names the lists that places put their values into; None where `_list_reads` gives None."""
         reads = self._list_reads(self.end)
         if reads is None:
             return None
         found: dict[TokenAt, Listed] = {}
-        for place, runs in reads.items():
+        for places, runs in reads.items():
             names = {listed.name for listed in found.values()}
-            entries = [self.body[at] for at in (self.line(place, 0), *(run.line for run in runs))]
+            lines = (*(self.line(place, 0) for place in places), *(run.line for run in runs))
+            entries = [self.body[at] for at in lines]
             needed = self.from_here_on | names
             wishes = [e.listed for e in entries if isinstance(e, Statement) and e.listed not in needed]
-            own = f"{self.plainest(place)}_list"
-            found[place] = Listed(next(filter(None, wishes), free(own, self.taken | names)), tuple(runs))
+            own = f"{self.plainest(places[0])}_list" if len(places) == 1 else "parts"
+            listed = Listed(next(filter(None, wishes), free(own, self.taken | names)), tuple(runs))
+            found |= dict.fromkeys(places, listed)
         return found
 
     @functools.cached_property

@@ -8,8 +8,6 @@ from pd2bw_fx.passes.codegen.folding import Folding
 from pd2bw_fx.passes.codegen.naming import operator_name
 from pd2bw_fx.passes.codegen.scopes import Scope
 
-from .author_loops import NO_ROUND, round_of
-
 
 def unfold_alike(folding: Folding, nodes: set[fx.Node]) -> set[fx.Node]:
     """Adds to these nodes those at their places in other rounds, where a line might be just short enough."""
@@ -23,9 +21,9 @@ def unfold_alike(folding: Folding, nodes: set[fx.Node]) -> set[fx.Node]:
 
 
 def _place(folding: Folding, node: fx.Node) -> tuple[object, ...] | None:
-    """Returns the author's line in a loop, what is computed there, and what reads it; None elsewhere."""
+    """Returns the author's line, what is computed there, and what reads it; None if it is not known."""
     line = folding.body.line(folding.items[folding.maker[node]])
-    if line is None or round_of(line) is NO_ROUND:
+    if line is None:
         return None
     readers = (folding.items[at] for at in folding.users.get(node, ()) if at < folding.end)
     return line, _outline(folding, node), tuple(map(_name, readers))
