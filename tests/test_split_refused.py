@@ -166,6 +166,11 @@ class WithoutItsScale(nn.Module):
         return self.linear(x).sum() * self.scale
 
 
+class WithoutItsMetadata(WithoutItsScale):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("no metadata of the layer")
+
+
 class AsksForASign(WithoutItsScale):
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x).sum()
@@ -180,6 +185,10 @@ def test_a_model_without_values_is_told_its_own_mistakes() -> None:
         pd2bw_fx.split(model, (x,), cluster=2)
     with pytest.raises(pd2bw_fx.InputError, match=r"WithoutItsScale itself raises .*\(4, 7\).* \[4, 7\]"):
         pd2bw_fx.split(model, (narrow,), cluster=2)
+    with torch.device("meta"):
+        model = WithoutItsMetadata()
+    with pytest.raises(pd2bw_fx.InputError, match=r"WithoutItsMetadata itself raises .* no metadata"):
+        pd2bw_fx.split(model, (x,), cluster=2)
 
 
 def test_that_a_model_has_no_values_is_not_its_mistake() -> None:

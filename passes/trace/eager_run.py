@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -47,11 +48,12 @@ def require_eager_run(program: Program, traced: Exception | None = None) -> None
 def _are_alike(without_data: Exception, traced: Exception | None) -> bool:
     """Returns whether a model without data raises what stopped its trace, and not for want of data."""
     place = None if traced is None else source_line(traced)
-    if place is None or "meta" in str(without_data).lower():
+    if place is None or _OF_META.search(str(without_data)):
         return False
     return type(without_data) is type(traced) and source_line(without_data) == place
 
 
+_OF_META = re.compile(r"\bmeta\b", re.IGNORECASE)  # torch's word for the device, and not "metadata"
 _EXAMPLE = "the example inputs"
 _ACCEPTED = "expected inputs that model(*args, **kwargs) accepts"
 _LOSS_ACCEPTED = (
