@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -12,13 +13,14 @@ from torch import Tensor, nn
 
 import pd2bw_fx
 from pd2bw_fx.costs import Costs, OperatorCost
-from pd2bw_fx.graph import TensorSpec
+from pd2bw_fx.graph import Operator, TensorSpec
 from pd2bw_fx.metrics import Metrics
 from pd2bw_fx.report.code import code_html
 from pd2bw_fx.report.layout import BOX_HEIGHT, BOX_WIDTH, layout
 from pd2bw_fx.report.links import code_lines
 from pd2bw_fx.report.notebook import pipeline_html
 from pd2bw_fx.report.page import page_html
+from pd2bw_fx.report.table import module_ranges
 from pd2bw_fx.stage import Port, StageProgram
 from tests.drawn import SVG, chains, plan_of, two_operators, two_ranks
 
@@ -313,3 +315,36 @@ def test_a_view_that_is_sent_beside_what_it_views_is_told() -> None:
         Net(), torch.randn(2, 3, 8), cluster=2, costs="analytic", constraints=wishes, check=False
     )
     assert "is a view of relu_1, and stage 1 is sent both" in str(pipe)
+
+
+BLOCK = tuple(f"blocks.0.{name}" for name in ("norm", "q", "k", "v", "out"))
+STACK = (
+    "layers.0.down",
+    *(f"layers.0.blocks.{number}" for number in range(5)),
+    "layers.0.norm",
+    "layers.0.up",
+)
+
+
+@pytest.mark.parametrize(
+    ("modules", "here", "shown"),
+    [
+        (("stem", *BLOCK, "head"), (0, 1, 2, 3), "stem, blocks.0.norm, blocks.0.q, blocks.0.k"),
+        (("stem", *BLOCK, "head"), (0, 1, 2, 3, 4), "stem, part of blocks.0"),
+        (("stem", *BLOCK, "blocks.1"), (4, 5, 6), "blocks.0.v, blocks.0.out, blocks.1"),
+        (("stem", *BLOCK, "blocks.1"), (2, 3, 4, 5, 6), "part of blocks.0, blocks.1"),
+        # A stack within a stack is named, and so is what is of no stack.
+        (STACK, (0, 1, 3, 5), "s.0.down, s.0.of.0, s.0.of.2, s.0.norm"),
+        (("a.q", "a.k", "a.v", "a.out", "a.end"), (0, 1, 2, 3), "a.q, a.k, a.v, a.out"),
+    ],
+)  # fmt: skip
+def test_a_stage_names_modules_but_not_every_part_of_a_block(
+    modules: tuple[str, ...], here: tuple[int, ...], shown: str
+) -> None:
+    operators = {
+        f"op_{at}": Operator(f"op_{at}", "aten.relu.default", path, "Module", ("x",))
+        for at, path in enumerate(modules)
+    }
+    graph = replace(two_operators(), operators=operators)
+
+    assert module_ranges(graph, [f"op_{at}" for at in here]) == shown

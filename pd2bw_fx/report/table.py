@@ -14,6 +14,7 @@ from pd2bw_fx.units import counted, format_bytes, format_seconds
 
 COLUMNS = ("stage", "device", "operators", "parameters", "forward", "backward", "memory / limit")
 _OPERATORS = COLUMNS.index("operators")
+_MOST_NAMED = 3  # parts of a block that are named; of more it is "part of blocks.4"
 _OPERATORS_WIDTH = 60  # characters; a longer list of modules continues on the next line
 
 
@@ -159,7 +160,14 @@ def _covered(path: str, here: set[str], everywhere: set[str], graph: OperatorGra
     for entry in found:
         result += [entry] if entry.startswith("part of ") else _covered(entry, here, everywhere, graph)
     # "part of blocks.4" says nothing more where children of blocks.4 are named and it owns no operator.
-    return list(dict.fromkeys(result))
+    result = list(dict.fromkeys(result))
+    return [f"part of {path}"] if len(result) > _MOST_NAMED and _is_block(path, result) else result
+
+
+def _is_block(path: str, parts: Sequence[str]) -> bool:
+    """Whether the module is one of a stack (blocks.4), and none of these parts is of a stack within it."""
+    is_numbered = re.search(r"(^|\.)\d+$", path) is not None
+    return is_numbered and not any(re.search(r"\.\d+(\.|$)", part.partition(path)[2]) for part in parts)
 
 
 def _is_inside(path: str, ancestor: str) -> bool:
