@@ -318,12 +318,7 @@ def test_a_view_that_is_sent_beside_what_it_views_is_told() -> None:
 
 
 BLOCK = tuple(f"blocks.0.{name}" for name in ("norm", "q", "k", "v", "out"))
-STACK = (
-    "layers.0.down",
-    *(f"layers.0.blocks.{number}" for number in range(5)),
-    "layers.0.norm",
-    "layers.0.up",
-)
+STACK = ("s.0.down", "s.0.of.0", "s.0.of.1", "s.0.of.2", "s.0.of.3", "s.0.norm", "s.0.up")
 
 
 @pytest.mark.parametrize(
