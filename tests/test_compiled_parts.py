@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,6 +98,20 @@ def test_nothing_is_compiled_for_a_split_and_the_model_is_as_it_was(make: Callab
     assert pipe.graph.batch_symbol is not None
     assert {name: vars(module).get("forward") for name, module in model.named_modules()} == forwards
     assert pipe.state_dict().keys() == model.state_dict().keys()
+    with pytest.raises(Exception, match="Compiled"):
+        model(X)
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_nothing_is_compiled_to_compare_stages_and_files_with_the_model(
+    make: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    model = make()
+    pipe = split(model)
+
+    pipe.verify(model)
+    pipe.export_onnx(tmp_path)
+
     with pytest.raises(Exception, match="Compiled"):
         model(X)
 

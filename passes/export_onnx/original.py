@@ -13,7 +13,7 @@ from pd2bw_fx.errors import ExportError
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.onnx_session import first_line
 from pd2bw_fx.plan import Plan
-from pd2bw_fx.program import without_gradients
+from pd2bw_fx.program import as_written, without_gradients
 
 from .run import turn
 
@@ -41,7 +41,7 @@ class Original:
         """
         if self.model is None or self.forward is None:
             return None
-        with keep_model(self.model):
+        with keep_model(self.model), as_written():
             live: dict[str, Tensor] = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
             with torch.no_grad():
                 for name in live.keys() & weights.keys():

@@ -15,7 +15,7 @@ from pd2bw_fx.drawing import call_draws, gpus, use_seed_of_checks
 from pd2bw_fx.errors import InputError, VerificationError, models_own_backward
 from pd2bw_fx.graph import OperatorGraph, dtype_name
 from pd2bw_fx.plan import Plan
-from pd2bw_fx.program import surrounding_autocast
+from pd2bw_fx.program import as_written, surrounding_autocast
 from pd2bw_fx.stage import Port, StageProgram, build_module, held_buffers, held_parameters, outputs_of
 from pd2bw_fx.untraced_operands import NAMESPACE as UNTRACED
 
@@ -106,7 +106,7 @@ def weights_of(sides: Sides, tensors: Mapping[str, Tensor]) -> Iterator[Mapping[
                 f"{name!r} has shape {tuple(tensor.shape)} in the model and "
                 f"{tuple(tensors[name].shape)} in the pipeline: it is not the model that was split"
             )
-    with keep_model(model):
+    with keep_model(model), as_written():
         with torch.no_grad():
             for name, tensor in held.items():
                 tensor.copy_(tensors[name])
