@@ -10,6 +10,7 @@ def forward(self, x):                               DistributedDataParallel is
 
 from __future__ import annotations
 
+import importlib
 import operator
 import sys
 from collections.abc import Callable, Iterator
@@ -20,10 +21,9 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch._higher_order_ops import invoke_subgraph
 
-_OF_REGIONS = sys.modules[type(invoke_subgraph).__module__]  # the package has its operator under its name
-
+# The package has the module's operator under the module's name.
+_OF_REGIONS = importlib.import_module("torch._higher_order_ops.invoke_subgraph")
 # The function around one that torch.compile is to leave out, but not what that calls.
 _NOT_COMPILED = "nonrecursive_disable_wrapper"
 
@@ -60,5 +60,5 @@ def _wrappers_in(part: nn.Module) -> Iterator[nn.Module]:
     from torch._dynamo import OptimizedModule
 
     for module in part.modules():
-        if isinstance(module, OptimizedModule) and "forward" in vars(module):
+        if isinstance(module, OptimizedModule):
             yield module

@@ -20,9 +20,10 @@ from torch.fx.proxy import TracerBase
 
 from pd2bw_fx.passes.trace.source_lines import is_the_authors
 
-INHERITED = "inherited_forward"  # that another forward of the same module calls: super().forward(x)
-
 _RUN = os.path.join(os.path.dirname(os.path.dirname(__file__)), "program.py"), "_run"  # calls model and loss
+# A forward that another calls as a function, `super().forward(x)`, is no call of a module. No line calls it
+# by this name, so it is not taken for a function of the author's to write either.
+_CALLED_FORWARD = "called_forward"
 _OF_ATTENTION = {"multi_head_attention_forward", "_in_projection_packed", "_in_projection"}
 
 
@@ -55,7 +56,7 @@ def record_helper_frames() -> Iterator[None]:
                 is_beside = folder == own or (at > last and is_theirs)
             is_of_attention = frame.name in _OF_ATTENTION and frame.filename == F.__file__
             if at in called:
-                found.append(FrameSummary(frame.filename, frame.lineno, INHERITED, line=frame.line))
+                found.append(FrameSummary(frame.filename, frame.lineno, _CALLED_FORWARD, line=frame.line))
             elif is_kept or is_of_attention or (is_beside and not frame.name.startswith("<")):
                 found.append(frame)
         return StackSummary.from_list(found)
