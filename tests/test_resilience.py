@@ -29,6 +29,11 @@ from tests.forks import Fork
 from tests.stages import split_of_our_own
 from tests.torchrun import PROGRAMS, TIMEOUT_S, environment, free_port, torchrun_of_forks
 
+LEFT = (
+    "has left the pipeline: its program ended, or closed its engine, early; every rank makes each call of "
+    "its engine, state_dict and save_checkpoint too"
+)
+
 
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_rank_that_is_stopped_ends_the_other_with_its_name(stopped: int) -> None:
@@ -58,8 +63,8 @@ def test_a_rank_that_is_killed_is_named_by_those_that_are_not_beside_it_too() ->
     ("how", "reason"),
     [
         ("error", "the program of rank 2 (stage 2) failed after 3 updates:"),
-        ("exit", "rank 2 (stage 2) has left the pipeline: its program ended, or closed its engine, early"),
-        ("return", "rank 2 (stage 2) has left the pipeline: its program ended, or closed its engine, early"),
+        ("exit", f"rank 2 (stage 2) {LEFT}"),
+        ("return", f"rank 2 (stage 2) {LEFT}"),
     ],
 )
 def test_a_rank_whose_program_ends_between_steps_is_named_with_its_reason(how: str, reason: str) -> None:

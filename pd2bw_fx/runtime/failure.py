@@ -77,6 +77,14 @@ def calls_apart(here: str, own: str, there: str, theirs: str, *, rule: str = "")
     return f"{here} is {own} where {there} is {theirs}: all ranks make the same calls {rule}"
 
 
+def left_early(who: str) -> str:
+    """Returns a message: a rank's program has ended before those of ranks that wait for it."""
+    return (
+        f"{who} has left the pipeline: its program ended, or closed its engine, early; every rank makes each "
+        "call of its engine, state_dict and save_checkpoint too"
+    )
+
+
 def at(error: BaseException) -> str:
     """Returns, for the end of a summary, at which call of a stage an error began; else nothing."""
     place = place_of(error)

@@ -14,6 +14,7 @@ from pd2bw_fx.runtime.failure import (
     at,
     forget,
     is_met_by_all,
+    left_early,
     name_peer_in_errors,
     share_failure,
     tell,
@@ -175,9 +176,7 @@ class SharedCalls:
         """Tells ranks that may wait that the user's program ends here with microbatches in flight."""
         if self.world is not None and not self._has_told:
             who = f"rank {self._rank} ({self._described})"
-            self.world.watch.fail(
-                f"{who} has left the pipeline: its program ended, or closed its engine, early"
-            )
+            self.world.watch.fail(left_early(who))
 
     def close(self) -> None:
         """Waits some seconds at most until all ranks have come to their end, and leaves the world.

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from pd2bw_fx.errors import WorkerError
-from pd2bw_fx.runtime.failure import calls_apart, holds_the_store
+from pd2bw_fx.runtime.failure import calls_apart, holds_the_store, left_early
 from pd2bw_fx.runtime.launcher import STARTED_BY, end_now, tell_launcher
 
 _BEAT_S = 1.0  # from one beat to the next
@@ -154,8 +154,7 @@ class Watch:
             if silent is not None:
                 return f"{silent} no longer answers: it was killed, or hangs"
             if self._left:
-                who = self._described(self._left[0])
-                return f"{who} has left the pipeline: its program ended, or closed its engine, early"
+                return left_early(self._described(self._left[0]))
             time.sleep(_BEAT_S / 10)
             if (reason := told()) is not None:
                 return reason
