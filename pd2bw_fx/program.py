@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from pd2bw_fx.errors import Pd2bwError
 from pd2bw_fx.graph import OperatorGraph
+from pd2bw_fx.grouped_products import size_products_of_all_types
 from pd2bw_fx.recurrent_operators import ON_PACKED_SEQUENCES, ON_SEQUENCES
 from pd2bw_fx.value_checks import checks_passed_in
 
@@ -200,8 +201,12 @@ def one_at_a_time(function: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
 
 @contextmanager
 def training_context() -> Iterator[None]:
-    """Turns gradients on and a surrounding autocast off: what is traced is the model's training by itself."""
+    """Turns gradients on and a surrounding autocast off: what is traced is the model's training by itself.
+
+    Where only sizes are asked for, torch knows those of all that its kernels compute.
+    """
     with ExitStack() as stack:
+        stack.enter_context(size_products_of_all_types())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         for device_type in surrounding_autocast():

@@ -192,6 +192,11 @@ def _cdist(values: Mapping[str, Any], scene: Scene) -> Source:
 _DISTANCES = {1: "use_mm_for_euclid_dist", 2: "donot_use_mm_for_euclid_dist"}
 
 
+def _grouped_mm(values: Mapping[str, Any], scene: Scene) -> Source:
+    kwargs = given(values, "offs", "bias", "out_dtype")
+    return call("F.grouped_mm", scene, values["self"], values["mat2"], **kwargs)
+
+
 def _stft(values: Mapping[str, Any], scene: Scene) -> Source:
     """Spells torch.stft without `center`, since what torch.stft pads is padded before the operator."""
     kwargs = {name: value for name, value in values.items() if name not in ("self", "n_fft")}
@@ -227,6 +232,7 @@ FUNCTIONS: dict[str, Special] = SPATIAL | {
     "softmax": _softmax("softmax"),
     "log_softmax": _softmax("log_softmax"),
     "one_hot": _named("F.one_hot"),
+    "_grouped_mm": _grouped_mm,
     "gelu": _gelu,
     "pad": _pad,
     **{

@@ -9,6 +9,7 @@
     assertions      what a stage asserts, as nodes that end a run
     translations    torch's translations to ONNX, read once in a process
     origin          metadata of each node: its module, its source line, its stage
+    grouped         products of groups of rows, one by one
     annotate        the standard's multi-device annotation: the stage of each node
     parts           the files of a plan for a model that is an ONNX file itself
     merge           the stages as one model again

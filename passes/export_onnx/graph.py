@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from pd2bw_fx.contraction import keep_contractions_symbolic
 from pd2bw_fx.errors import ExportError
 from pd2bw_fx.graph import OperatorGraph
+from pd2bw_fx.grouped_products import size_products_of_all_types
 from pd2bw_fx.less_work import do_less_work
 from pd2bw_fx.onnx_session import require
 from pd2bw_fx.process_settings import leave_other_flags_alone
@@ -64,6 +65,7 @@ def stage_model(
             keep_contractions_symbolic(),
             do_less_work(),
             run_one_step(),
+            size_products_of_all_types(),
             leave_other_flags_alone(),
             patch.object(fx.graph, "_format_target", _read_attribute),
         ):

@@ -15,6 +15,8 @@ from unittest.mock import patch
 import torch
 from torch._export import utils
 
+from .grouped import grouped_translations
+
 
 @contextmanager
 def translations_read_once() -> Iterator[None]:
@@ -48,7 +50,7 @@ def operators_listed_once() -> Iterator[None]:
 
 def own_translations() -> dict[Any, Callable[..., Any]]:
     """Returns translations that stand in for torch's own."""
-    return {torch.ops.aten.scalar_tensor.default: _scalar_tensor}
+    return {torch.ops.aten.scalar_tensor.default: _scalar_tensor, **grouped_translations()}
 
 
 def _scalar_tensor(

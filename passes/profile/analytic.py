@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from pd2bw_fx import grouped_products
 from pd2bw_fx.costs import OperatorCost, Work
 from pd2bw_fx.device import Device
 
@@ -83,6 +84,11 @@ _FORMULAS: Mapping[Any, Callable[..., int]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
     torch.ops.aten.mkldnn_rnn_layer: _recurrent_flops,
     torch.ops.aten.mkldnn_rnn_layer_backward: _recurrent_backward_flops,
+    torch.ops.aten._grouped_mm: grouped_products.operations,
+}
+_FORMULAS_OF_OTHERS: Mapping[str, Callable[..., int]] = {
+    grouped_products.HUGGING_FACES: grouped_products.operations,
+    f"{grouped_products.HUGGING_FACES}_backward": grouped_products.operations_of_gradients,
 }
 
 
@@ -95,7 +101,10 @@ class _FlopCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        formula = _FORMULAS.get(func.overloadpacket)
+        called = func.overloadpacket
+        # A formula of the user's may have been registered since.
+        formula = _FORMULAS.get(called) or flop_registry.get(called)
+        formula = formula or _FORMULAS_OF_OTHERS.get(called._qualified_op_name)
         if formula is not None:
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
         return result
@@ -117,6 +126,7 @@ class Estimator:
         self._work: dict[Hashable, tuple[Work | None, Work | None]] = {}
 
     def __enter__(self) -> Estimator:
+        self._stack.enter_context(grouped_products.size_products_of_all_types())
         if self._mode is not None:
             self._stack.enter_context(self._mode)
         return self

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.graph import ParameterSpec
+from pd2bw_fx.grouped_products import compile_products_of_all_types
 from pd2bw_fx.runtime.checkpoint import Checkpoint, RankState, random_state
 from pd2bw_fx.runtime.corrections import Corrector
 from pd2bw_fx.runtime.gradient_sums import TiedParameter
@@ -119,6 +120,7 @@ class WeightStore:
 
     def compile(self, options: Mapping[str, Any]) -> None:
         """Has torch.compile compile the stages' modules, each in its first calls."""
+        compile_products_of_all_types()
         for slot in self._slots:
             for module in slot.modules.values():
                 module.compile(**options)

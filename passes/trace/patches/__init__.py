@@ -19,6 +19,7 @@ needs them.
                           `given_tensors`)
     derivatives           trace what a forward differentiates, and name the line if that fails
     detached_data         read `tensor.data` as `tensor.detach()`
+    experts               multiply groups of rows with Hugging Face's experts as in a run
     fixed_buffers         take whole numbers that a layer keeps in buffers for the constants that they are
     function_transforms   trace transforms of torch.func by autograd
     helper_frames         keep the lines of functions that a forward calls

@@ -21,6 +21,7 @@ from .constants import fold_constants
 from .custom_functions import keep_custom_functions
 from .derivatives import trace_derivatives
 from .described_operators import describe_operators_on_selected_rows
+from .experts import multiply_experts_as_in_a_run
 from .fixed_buffers import take_fixed_buffers_for_constants
 from .helper_frames import record_helper_frames
 from .module_moves import skip_no_op_moves
@@ -42,6 +43,7 @@ def while_tracing(program: Program) -> Iterator[None]:
         keep_ctc_loss(),
         trace_derivatives(),
         call_parts_as_written(program.model, program.loss_fn),
+        multiply_experts_as_in_a_run(),
         skip_no_op_moves(),
         keep_contractions_symbolic(),
         keep_sizes_symbolic(program.model, program.loss_fn),
