@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.library import custom_op
 
 import pd2bw_fx
-from pd2bw_fx.errors import ExportError, WorkerError
+from pd2bw_fx.errors import ExportError, InputError, WorkerError
 from pd2bw_fx.runtime.custom_operators import custom_operators
 from tests.forks import Fork
 from tests.torchrun import TIMEOUT_S, environment
@@ -162,6 +163,23 @@ def negated(x: Tensor) -> Tensor:
 
 negated.register_fake(lambda x: torch.empty_like(x))
 negated.register_autograd(lambda ctx, gradient: -gradient)
+
+
+def test_an_operator_without_a_backward_is_the_models_own_error() -> None:
+    @custom_op("tests_of_pd2bw_fx::cubed", mutates_args=())
+    def cubed(x: Tensor) -> Tensor:
+        return x**3
+
+    cubed.register_fake(torch.empty_like)
+
+    class Cubed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return cubed(x)
+
+    model = nn.Sequential(nn.Linear(4, 4), Cubed(), nn.Linear(4, 4))
+
+    with pytest.raises(InputError, match=r"the model's own backward raises .*tests_of_pd2bw_fx.cubed"):
+        pd2bw_fx.split(model, (torch.ones(3, 4),), cluster=2, costs="analytic")
 
 
 def test_only_what_is_not_torchs_own_is_told() -> None:

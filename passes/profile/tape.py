@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_NO_FORMULA = "no autograd formula was registered"  # torch's words for a user's operator without a backward
+
 
 def differentiable(result: Any) -> list[Tensor]:
     values = result if isinstance(result, list | tuple) else [result]
@@ -36,6 +38,10 @@ def gradients(
     try:
         return torch.autograd.grad(outputs, wanted, seeds, retain_graph=retain_graph, allow_unused=True)
     except NotImplementedError:
+        return [None] * len(wanted)
+    except RuntimeError as error:
+        if _NO_FORMULA not in str(error):
+            raise
         return [None] * len(wanted)
 
 
