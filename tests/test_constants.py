@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import pd2bw_fx
 
@@ -48,9 +49,27 @@ class Crops(nn.Module):
         return self.head(output).square().mean()
 
 
+class Images(nn.Module):
+    """Patches of images in a row, those of each frame by themselves, as Qwen-VL has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.grid = torch.tensor([[1, 2, 4], [2, 2, 2]])  # frames, rows, columns
+
+    def forward(self, x: Tensor) -> Tensor:
+        frames, rows, columns = self.grid.unbind(1)
+        ends = torch.repeat_interleave(rows * columns, frames).cumsum(0)
+        ends = functional.pad(ends, (1, 0))
+        lengths = ends[1:] - ends[:-1]
+        parts = torch.split(self.first(x), lengths.tolist(), dim=1)
+        return self.last(torch.cat([part.softmax(1) for part in parts], 1)).square().mean()
+
+
 @pytest.mark.parametrize(
     ("kind", "inputs"),
     [
+        (Images, (torch.randn(3, 16, 8),)),
         (Levels, (torch.randn(3, 20, 8),)),
         (Crops, ([torch.randn(2, 3, size, size) for size in (8, 8, 4)],)),
     ],
@@ -96,6 +115,9 @@ def _written_by_an_input(x: Tensor, numbers: Tensor) -> Tensor:
         (lambda x, numbers: x.tanh() if (numbers > 2).any() else x, ".tanh()"),
         (lambda x, numbers: x if torch.equal(numbers, numbers + 1) else x.relu(), "relu("),
         (lambda x, numbers: sum(x[:, at] for at in numbers.nonzero()[:, 0]), "[:, 3]"),
+        (lambda x, numbers: sum(x[:, at] for at in torch.where(numbers == 0)[0]), "[:, 1]"),
+        (lambda x, numbers: sum(x[:, at] for at in (numbers == 0).nonzero(as_tuple=True)[0]), "[:, 1]"),
+        (lambda x, numbers: x.narrow(1, *torch.combinations(numbers)[1].tolist()), ".narrow(1, 3, 2)"),
         (lambda x, numbers: x.expand(numbers.max(), -1, -1) + 1, "expand(3, "),
         (_written, "[:, :3]"),
     ],

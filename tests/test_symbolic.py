@@ -62,7 +62,21 @@ class _Reshapes(_Layers):
         return torch.reshape(hidden, (-1, 2, 2)).square().sum((1, 2)).mean()
 
 
-@pytest.mark.parametrize("kind", [_Parts, _PartsByName, _Attributes, _Tables, _Masks, _Reshapes])
+class _Scaling(nn.Module):
+    def forward(self, x: Tensor, scales: Tensor) -> Tensor:
+        return x * scales
+
+
+class _Constants(_Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled, self.scales = _Scaling(), torch.linspace(0, 1, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.scaled(self.first(x), self.scales)).mean()
+
+
+@pytest.mark.parametrize("kind", [_Parts, _PartsByName, _Attributes, _Tables, _Masks, _Reshapes, _Constants])
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_the_stages_compute_what_the_model_does(kind: type[nn.Module], num_stages: int) -> None:
     torch.manual_seed(0)

@@ -61,6 +61,27 @@ def test_the_report_names_the_line_that_fixes_the_batch_size() -> None:
     assert any("x.shape[0] == 6" in note and "fixes it" in note for note in report.notes)
 
 
+def test_values_that_the_front_end_has_known_are_no_reason() -> None:
+    class Segments(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4, 4)
+            self.lengths = torch.tensor([2, 1])
+
+        def forward(self, x: Tensor) -> Tensor:
+            parts = self.head(x).split(self.lengths.repeat_interleave(self.lengths).tolist(), 1)
+            return sum(row.mean() for part in parts for row in list(part))
+
+    report = trace(Segments(), (torch.randn(6, 5, 4),)).report
+
+    assert report.tracer == "export-static"
+    assert len(report.notes) == 2
+    assert report.notes[0].endswith(
+        "depends on the batch size, and fixes it: "
+        "return sum(row.mean() for part in parts for row in list(part))"
+    )
+
+
 def test_an_index_by_an_element_of_a_tensor_is_named_and_nothing_printed_besides(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -33,13 +33,15 @@ from .size_guards import is_for_many_sizes
 
 _TORCH, _TRACER = (Path(file).resolve().parent for file in (torch.__file__, __file__))
 _MOST = 3
+_TORCHS_OWN = ("aten.", "prims.")
 _THE_BATCH, _VALUES = "the batch size, and fixes it", "the values of a tensor"
 
 
-def draft_findings(program: Program, batch_size: int | None) -> tuple[str, ...]:
+def draft_findings(program: Program, batch_size: int | None, *, values: bool) -> tuple[str, ...]:
     """Returns the first few lines that stop a trace, each with its cause; nothing where the draft fails too.
 
-    The draft runs the model on the example inputs. Buffers and random generators are restored afterwards.
+    Lines that depend on `values` are left out where another front end has passed them. The draft runs the
+    model on the example inputs. Buffers and random generators are restored afterwards.
     """
     tensors = [*program.parameters(), *program.buffers(), *program.flat.tensors]
     if batch_size is None or any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
@@ -63,7 +65,7 @@ def draft_findings(program: Program, batch_size: int | None) -> tuple[str, ...]:
     except Exception:  # a diagnosis is optional: users still get the front ends' own reasons
         return ()
     report: Any = getattr(draft, "_report", None)
-    found = () if report is None else dict.fromkeys(_said(report, batch_size))
+    found = () if report is None else dict.fromkeys(_said(report, batch_size, values=values))
     return tuple(found)[:_MOST]
 
 
@@ -121,7 +123,7 @@ def _nothing(record: logging.LogRecord) -> bool:
     return False
 
 
-def _said(report: Any, batch_size: int) -> Iterator[str]:
+def _said(report: Any, batch_size: int, *, values: bool) -> Iterator[str]:
     # The report names only the files that it met first: torch numbers each file once in a process.
     files = {number: name for name, number in INTERN_TABLE.items()} | report.str_to_filename
     for failure in report.failures:
@@ -129,12 +131,15 @@ def _said(report: Any, batch_size: int) -> Iterator[str]:
         if kind == "MISSING_FAKE_KERNEL":
             yield f"operator {data['op']} has no fake kernel; register one with torch.library.register_fake"
         elif kind == "MISMATCHED_FAKE_KERNEL":
+            if data["op"].startswith(_TORCHS_OWN):
+                continue
             yield f"the fake kernel of operator {data['op']} is wrong: {data['reason']}"
         elif (line := _line(data["user_stack"], files)) is not None:
             on_sizes = kind == "GUARD_ADDED" and not re.search(r"\bz?u[f]?\d", data["expr"])
             if on_sizes and (_is_the_drafts(data, files) or is_for_many_sizes(data["expr"], batch_size)):
                 continue
-            yield f"{line[0]} depends on {_THE_BATCH if on_sizes else _VALUES}: {line[1]}"
+            if on_sizes or values:
+                yield f"{line[0]} depends on {_THE_BATCH if on_sizes else _VALUES}: {line[1]}"
 
 
 def _is_the_drafts(data: Mapping[str, Any], files: Mapping[int, str]) -> bool:

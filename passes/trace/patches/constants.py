@@ -28,6 +28,13 @@ from pd2bw_fx.program import written_by_schema
 
 _TRUTH = torch.ops.aten.is_nonzero.default
 _ASKING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_ASKING_UNTAGGED = {
+    _TRUTH,
+    torch.ops.aten.repeat_interleave.self_Tensor,
+    torch.ops.aten.nonzero_numpy.default,
+    torch.ops.aten.where.default,
+    torch.ops.aten.combinations.default,
+}
 _LIFTED = torch.ops.aten.lift_fresh_copy.default
 _COPIED = (_LIFTED, torch.ops.aten.clone.default)
 _OF_SIZES = (  # what depends on the sizes of an operand, and not on its values
@@ -49,7 +56,8 @@ def fold_constants() -> Iterator[None]:
     """
 
     def call(mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
-        if (func is _TRUTH or _ASKING & set(func.tags)) and not func._schema.is_mutable:
+        asks = func in _ASKING_UNTAGGED or _ASKING & set(func.tags)
+        if asks and not func._schema.is_mutable:
             results = _results(func, args, kwargs, mode)
             if results is not None:
                 return pytree.tree_map_only(
@@ -135,12 +143,23 @@ def _outside_of_the_trace() -> Iterator[None]:
 def _value(tensor: Tensor, mode: Any) -> Tensor | None:
     slot = get_proxy_slot(tensor, mode.tracer, None)
     if slot is None:
-        return None
+        return _held(tensor, mode.tracer)
     node: fx.Node = slot.proxy.node
     if any(map(_is_none_of_constants, _sources(node))):
         return None
     made_by = _made_by(node)
     return None if any(map(_is_none_of_constants, made_by)) else _computed(node, made_by, mode.tracer.root)
+
+
+def _held(tensor: Tensor, tracer: Any) -> Tensor | None:
+    """Returns a copy of a tensor that the model keeps in a plain attribute, unless the program writes it."""
+    if isinstance(tensor, FakeTensor | nn.Parameter):
+        return None
+    nodes = tracer.graph.find_nodes(op="get_attr")
+    held = {node for node in nodes if getattr(tracer.root, str(node.target), None) is tensor}
+    writes = (places for node in tracer.graph.nodes if (places := written_by_schema(node)))
+    is_written = any(held & _sources(place) for places in writes for place in places)
+    return None if is_written else tensor.clone()
 
 
 def _made_by(node: fx.Node, until: Sequence[Any] = ()) -> set[fx.Node]:

@@ -131,5 +131,7 @@ def _note_inside(tracer: fx.Tracer, key: str, results: list[tuple[str, Any]]) ->
 def _node(tracer: Any, value: Any) -> fx.Node | None:
     if isinstance(value, fx.Proxy):  # a proxy for an attribute has no node until it is used
         return None if isinstance(value, fx.proxy.Attribute) else value.node
-    slot: Any = get_proxy_slot(value, tracer, None) if isinstance(value, torch.Tensor) else None
+    if not isinstance(value, torch.Tensor) or not hasattr(tracer, "tensor_tracker"):
+        return None  # to torch.fx, a tensor is a constant
+    slot: Any = get_proxy_slot(value, tracer, None)
     return None if slot is None else slot.proxy.node
