@@ -300,3 +300,32 @@ def test_a_part_is_not_called_as_another_one_that_an_earlier_stage_does_not_need
     pipe = pd2bw_fx.split(_Stepping(), inputs, cluster=2, costs="analytic", constraints=halves)
 
     assert "embed = begins" not in pipe.stages[0].source
+
+
+class Unpacking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, given: tuple[Tensor, Tensor]) -> Tensor:
+        scale, mask = given
+        mask = mask * 2
+        return self.layer(x) * scale + mask
+
+
+class TwoThatUnpack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = Unpacking(), Unpacking()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x, (x.tanh(), (x > 0).float()))
+        return self.last(x, (torch.ones_like(x), x.abs())).mean()
+
+
+def test_elements_of_a_tuple_have_the_names_that_the_forward_unpacks_them_to() -> None:
+    (source,) = sources(TwoThatUnpack(), torch.randn(3, 8))
+
+    assert source.count("class Unpacking") == 1
+    assert "def forward(self, x: Tensor, scale: Tensor, mask: Tensor) -> Tensor:" in source
+    assert "mask = mask * 2" in source

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import CodeType
@@ -29,8 +30,8 @@ def record_value_names() -> Iterator[None]:
 
     Each entry is a dict by the call's key in nn_module_stack:
 
-        GIVEN_AS         an argument's place and name, and the number of arguments; elements of lists and
-                         tuples have the name ""
+        GIVEN_AS         an argument's place and name, and the number of arguments; elements of a list or
+                         tuple have the names that the forward gives them (`cos, sin = angles`), else ""
         RETURNED_AT      a result's place and name, and the number of results; the name is "" unless the
                          forward returns a dict
         RETURNED_INSIDE  the place of an element of a tuple that is a result, after that of the tuple
@@ -71,7 +72,10 @@ def _key(tracer: fx.Tracer) -> str:
 
 
 def _arguments(module: nn.Module, given: tuple[Any, ...], named: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Returns names and values in the order of the signature; elements of lists and tuples have no name."""
+    """Returns names and values in the order of the signature.
+
+    Elements of lists and tuples have the names to which the forward unpacks them, if it does, else "".
+    """
     try:
         bound = inspect.signature(module.forward).bind(*given, **named).arguments
     except (TypeError, ValueError):
@@ -81,7 +85,7 @@ def _arguments(module: nn.Module, given: tuple[Any, ...], named: Mapping[str, An
         if isinstance(value, dict):
             found += [(str(entry), inner) for entry, inner in value.items()]
         elif isinstance(value, list | tuple):
-            found += [("", inner) for inner in value]
+            found += zip(_names_unpacked(module, name, len(value)), value, strict=True)
         else:
             found.append((name, value))
     return found
@@ -89,15 +93,47 @@ def _arguments(module: nn.Module, given: tuple[Any, ...], named: Mapping[str, An
 
 def _names_set_by(module: nn.Module) -> frozenset[str]:
     """Returns the names to which a module's forward assigns."""
+    code = _code(module)
+    return frozenset() if code is None else _names_set_in(code)
+
+
+def _names_unpacked(module: nn.Module, argument: str, number: int) -> tuple[str, ...]:
+    """Returns the names of the elements where the forward unpacks an argument (`cos, sin = angles`)."""
+    code = _code(module)
+    names = () if code is None else _unpacked_in(code).get(argument, ())
+    return names if len(names) == number else ("",) * number
+
+
+def _code(module: nn.Module) -> CodeType | None:
     code = getattr(inspect.unwrap(module.forward), "__code__", None)
-    return _names_set_in(code) if inspect.iscode(code) else frozenset()
+    return code if inspect.iscode(code) else None
 
 
 @functools.cache
 def _names_set_in(code: CodeType) -> frozenset[str]:
-    stores = (each for each in dis.get_instructions(code) if each.opname.startswith("STORE_FAST"))
-    names = (each.argval if isinstance(each.argval, tuple) else (each.argval,) for each in stores)
-    return frozenset(name for several in names for name in several)
+    return frozenset(name for each in dis.get_instructions(code) for name in _stored(each))
+
+
+@functools.cache
+def _unpacked_in(code: CodeType) -> dict[str, tuple[str, ...]]:
+    """Returns the names to which a function unpacks its variables, the first time that it does."""
+    found: dict[str, tuple[str, ...]] = {}
+    steps = list(dis.get_instructions(code))
+    for at, (loads, unpacks) in enumerate(itertools.pairwise(steps)):
+        if not loads.opname.startswith("LOAD_FAST") or unpacks.opname != "UNPACK_SEQUENCE":
+            continue
+        stores = itertools.takewhile(lambda each: _stored(each), steps[at + 2 :])
+        names = tuple(name for each in stores for name in _stored(each))[: unpacks.arg]
+        loaded = loads.argval[-1] if isinstance(loads.argval, tuple) else loads.argval
+        if len(names) == unpacks.arg:
+            found.setdefault(loaded, names)
+    return found
+
+
+def _stored(step: dis.Instruction) -> tuple[str, ...]:
+    if not step.opname.startswith("STORE_FAST"):
+        return ()
+    return step.argval if isinstance(step.argval, tuple) else (step.argval,)
 
 
 def _results(returned: Any) -> list[tuple[str, Any]]:
