@@ -162,6 +162,21 @@ def test_slices_in_a_row_are_one_subscript() -> None:
     assert "x[:, ::2, 1:3]" in source
 
 
+def test_a_slice_of_the_fifth_dimension_is_a_subscript() -> None:
+    class Sliced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x[..., 1:, :2] * self.scale + x[..., :1, 0, None]
+
+    (source,) = sources(Sliced(), torch.randn(3, 2, 2, 2, 4))
+
+    assert "x[:, :, :, 1:, :2]" in source
+    assert "x[:, :, :, :1, 0, None]" in source
+
+
 class _Many(nn.Module):
     """Gives a stage many results."""
 

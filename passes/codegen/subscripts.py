@@ -26,7 +26,7 @@ _OPERANDS = {
     torch.ops.aten.unsqueeze.default: ("unsqueeze", ("self", "dim")),
 }
 _WHOLE = slice(None)
-_MOST_PLACES = 4  # from there on, a method with the number of its dimension is easier to read
+_MOST_PLACES = 6  # from there on, a method with the number of its dimension is easier to read
 _INDICES = (torch.int32, torch.int64)
 
 
