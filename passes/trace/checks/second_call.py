@@ -327,6 +327,6 @@ def _require_equal(
     place = "" if line is None else f" ({line})"
     raise TraceError(
         f"the model draws Python or numpy random numbers in its forward{place} and computes something else "
-        "from call to call; a trace would keep one draw for ever. Draw with torch.rand, or set the rate "
-        "(layerdrop) to 0"
+        "from call to call; a trace would keep one draw for ever. Draw with torch.rand, draw outside of the "
+        "model and pass what was drawn (mask_time_indices), or set the rate (layerdrop, mask_time_prob) to 0"
     )
