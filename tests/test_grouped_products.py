@@ -15,6 +15,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.integrations import moe
 
 import pd2bw_fx
+from pd2bw_fx.passes.trace.patches.experts import multiply_experts_as_in_a_run
 from pd2bw_fx.stage import run_in_turn
 from tests.onnx_exports import assert_alike, exported
 
@@ -148,6 +149,18 @@ def test_hugging_faces_experts_compute_as_in_a_run_and_need_only_torch(tmp_path:
         "F.grouped_mm(" in stage.source and "transformers" not in stage.source for stage in pipe.stages
     )
     pipe.export_onnx(tmp_path / "files")
+
+
+@pytest.mark.parametrize(("capability", "is_changed"), [((7, 5), False), ((8, 0), True)])
+def test_an_older_gpu_keeps_hugging_faces_operator(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], is_changed: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    asked = moe.is_torchdynamo_compiling
+
+    with multiply_experts_as_in_a_run():
+        assert (moe.is_torchdynamo_compiling is not asked) == is_changed
 
 
 class Given(nn.Module):

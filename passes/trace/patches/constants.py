@@ -153,7 +153,7 @@ def _value(tensor: Tensor, mode: Any) -> Tensor | None:
 
 def _held(tensor: Tensor, tracer: Any) -> Tensor | None:
     """Returns a copy of a tensor that the model keeps in a plain attribute, unless the program writes it."""
-    if isinstance(tensor, FakeTensor | nn.Parameter):
+    if type(tensor) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return None
     nodes = tracer.graph.find_nodes(op="get_attr")
     held = {node for node in nodes if getattr(tracer.root, str(node.target), None) is tensor}
