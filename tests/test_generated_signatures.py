@@ -344,3 +344,38 @@ def test_elements_of_a_tuple_have_the_names_that_the_forward_unpacks_them_to() -
     assert source.count("class Unpacking") == 1
     assert "def forward(self, x: Tensor, scale: Tensor, mask: Tensor) -> Tensor:" in source
     assert "mask = mask * 2" in source
+
+
+class Routed(nn.Module):
+    """Rows in another order and back; rows: (3 * batch, 8), places: (3 * batch, 2)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, rows: Tensor, places: Tensor) -> Tensor:
+        order = places.reshape(-1).argsort()
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.size(0))
+        several = self.layer(rows).repeat_interleave(2, 0)[order][back]
+        return several.view(rows.size(0), 2, 8).sum(1) + torch.zeros(4 * rows.size(0), 8)[::4]
+
+
+class Routing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.routed, self.head = nn.Linear(8, 4), Routed(), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.view(-1, 8)
+        _, places = self.router(rows).topk(2)
+        return self.head(self.routed(rows, places)).square().mean()
+
+
+def test_multiples_of_the_batch_size_are_read_off_what_a_forward_is_given_or_has_made() -> None:
+    (source,) = sources(Routing(), torch.randn(2, 3, 8))
+
+    assert "def forward(self, rows: Tensor, places: Tensor) -> Tensor:" in source
+    assert "torch.arange(order.shape[0], device=rows.device)" in source
+    assert ".view(rows.shape[0], 2, 8)" in source
+    assert "torch.zeros(4 * rows.shape[0], 8, device=rows.device)[::4]" in source

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import mul
 
 import torch
 from torch import fx
@@ -125,6 +126,26 @@ def times_size(size: str) -> tuple[str, str] | None:
     """Returns both factors of "6*batch", the size of a tensor of flattened samples; None for other sizes."""
     found = re.fullmatch(r"(\d+)\*([A-Za-z_]\w*)", size)
     return None if found is None else (found[1], found[2])
+
+
+def multiple_of_size(graph: OperatorGraph, node: fx.Node) -> tuple[int, str] | None:
+    """Returns the factor and the symbol of a node that is a multiple of a size, as `10 * x.shape[0]` is."""
+    if node.target is not mul or not is_size(graph, node):
+        return None
+    factors = [size_symbol(graph, each) if isinstance(each, fx.Node) else each for each in node.args]
+    numbers = [each for each in factors if type(each) is int]
+    symbols = [each for each in factors if isinstance(each, str) and each.isidentifier()]
+    return (numbers[0], symbols[0]) if numbers and symbols else None
+
+
+def divisors(number: int, symbol: str, sizes: Iterable[int | str]) -> list[str]:
+    """Returns those sizes of which `number * symbol` is a multiple: "5*batch" for 10 and "batch"."""
+    products = {size: times_size(size) for size in sizes if isinstance(size, str)}
+    return [
+        size
+        for size, product in products.items()
+        if product is not None and product[1] == symbol and number % int(product[0]) == 0
+    ]
 
 
 def operands(graph: OperatorGraph, node: fx.Node) -> list[fx.Node]:

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from .body import Body, Region
-from .cut import is_number, is_size, size_symbol
+from .cut import is_number, is_size, multiple_of_size, size_symbol
 from .expression import Scene, Source
 from .folding import Folding
 from .idioms import normalized
@@ -260,6 +260,9 @@ class _Draft:
             return self.sources[node]
         if is_size(self.body.tree.graph, node):
             symbol = size_symbol(self.body.tree.graph, node)
+            multiple = multiple_of_size(self.body.tree.graph, node)
+            if multiple is not None and (source := self.sizes.multiple(*multiple, self.position)) is not None:
+                return source
             if symbol is None:
                 return spell(node, self._scene())
             return self._size(symbol)

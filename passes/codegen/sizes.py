@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence, Set
 from torch import fx
 
 from .body import Body
-from .cut import times_size
+from .cut import divisors, times_size
 from .expression import TIMES, Source
 from .folding import Folding
 from .literals import identifier
@@ -62,6 +62,23 @@ class Sizes:
         )
         self._read.append((symbol, emitted))
         return Source(self._read_off((own or standing)[0], symbol))
+
+    def multiple(self, number: int, symbol: str, place: int) -> Source | None:
+        """Spells `number * symbol` where no tensor that the body is given has the size itself, else None.
+
+        It is read off a tensor that has it, or is so many times the size of flattened samples.
+        """
+        given = [size for node in self._body.reads for size in self._body.tree.shape(node)]
+        if symbol in self._body.symbols or symbol in given:
+            return None
+        exact, emitted = f"{number}*{symbol}", self._folding.emitted_at(place)
+        for node in self._names.bound:
+            if exact in self._body.tree.shape(node) and self._folding.last_use(node) >= emitted:
+                return Source(self._read_off(node, exact))
+        size = max(divisors(number, symbol, given), key=lambda each: int((times_size(each) or "1")[0]))
+        times = number // int((times_size(size) or "1")[0])
+        found = self.spelled(size, place)
+        return found if times == 1 else Source(f"{times} * {found.text}", TIMES)
 
     def definitions(self) -> Sequence[str]:
         """Returns the statements that give sizes their names: `batch = x.shape[0]`."""

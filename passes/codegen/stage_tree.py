@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, TypeVar
 
 from torch import fx, nn
@@ -27,7 +27,17 @@ from .calls import (
     unlike_calls,
     whole_calls,
 )
-from .cut import Cut, is_number, is_size, size_symbol, spec_of, tensors_read, times_size
+from .cut import (
+    Cut,
+    divisors,
+    is_number,
+    is_size,
+    multiple_of_size,
+    size_symbol,
+    spec_of,
+    tensors_read,
+    times_size,
+)
 from .layer_calls import takes_and_gives_what_the_layer_does
 from .layers import has_other_numbers, is_idle, is_in_evaluation, is_layer, is_sequential
 from .normed_layers import calls_what_the_layer_calls, changes_its_norm
@@ -199,17 +209,17 @@ class StageTree:
         if self.is_layer(scope):
             return []
         needed: dict[str, None] = {}
+        reads = self.reads(scope)
+        at_hand = {size for value in reads for size in self.shape(value)}
         for item in scope.items:
             if isinstance(item, Scope):
                 needed |= dict.fromkeys(self.symbols(item))
             else:
-                needed |= dict.fromkeys(self._symbols_of(item))
+                needed |= dict.fromkeys(self._symbols_of(item, at_hand))
                 needed |= {DEVICE: None} if names_device(item) else {}
             read = self.reads(item) if isinstance(item, Scope) else tensors_read(self.graph, item)
             needed |= {DEVICE: None} if any(self.makes(scope, operand) for operand in read) else {}
             needed |= {DEVICE: None} if follows_device(item) else {}
-        reads = self.reads(scope)
-        at_hand = {size for value in reads for size in self.shape(value)}
         at_hand |= {DEVICE} if scope is self.root or not all(map(is_number, reads)) else set()
         multiples = {size for size in needed if (product := times_size(size)) and product[1] in at_hand}
         return [symbol for symbol in needed if symbol not in at_hand | multiples]
@@ -257,14 +267,15 @@ class StageTree:
             return False
         return self.makes(scope, node) or self.parameter(scope, node) is not None
 
-    def _symbols_of(self, node: fx.Node) -> Iterator[str]:
+    def _symbols_of(self, node: fx.Node, at_hand: Set[int | str]) -> Iterator[str]:
         for operand in node.all_input_nodes:
             if is_size(self.graph, operand):
                 symbol = size_symbol(self.graph, operand)
+                multiple = multiple_of_size(self.graph, operand)
                 if isinstance(symbol, str):
                     yield symbol
-                elif symbol is None:
-                    yield from self._symbols_of(operand)
+                elif symbol is None and (multiple is None or not divisors(*multiple, at_hand)):
+                    yield from self._symbols_of(operand, at_hand)
 
     def _rehome(self, scope: Scope) -> None:
         """Moves calls of modules that the caller does not hold under their first name.
