@@ -5,7 +5,8 @@
 Every message arrives late by `latency` of a forward and by the size of a normal number with that deviation.
 The engine is the real one on 4 processes, with two things put in its way: a forward and a backward also sleep
 for 40 and 80 ms, which stand for devices that compute (four processes need not share two cores then), and a
-message waits in a thread before torch.distributed gets it. A share of 1 is the stages' time alone.
+message waits in a thread before torch.distributed gets it. A share of 1 is the stages' time alone, as long as
+the slowest of them has slept: a process may be woken late.
 """
 
 from __future__ import annotations
@@ -90,8 +91,12 @@ class Sent:
         self.arrived.wait()
 
 
-def slow_down(late_s: float) -> None:
-    """Put sleeps into this process's engines; all messages go the way on which they are late."""
+def slow_down(late_s: float) -> list[float]:
+    """Put sleeps into this process's engines; all messages go the way on which they are late.
+
+    Returns a list that gets the seconds of each forward and backward.
+    """
+    slept_s: list[float] = []
     setup.ranks_in_reach = lambda *_: frozenset()
     links = LateRoute(late_s)
     Route.isend = lambda route, tensor, tag: links.isend(route, tensor, tag)  # type: ignore[method-assign]
@@ -100,16 +105,19 @@ def slow_down(late_s: float) -> None:
     def slowly(runner: StageRunner, action: Action) -> None:
         began_s = time.perf_counter()
         perform(runner, action)
-        whole_s = {Kind.FORWARD: FORWARD_S, Kind.BACKWARD: BACKWARD_S}.get(action.kind, 0.0)
-        time.sleep(max(0.0, whole_s - (time.perf_counter() - began_s)))
+        whole_s = {Kind.FORWARD: FORWARD_S, Kind.BACKWARD: BACKWARD_S}.get(action.kind)
+        if whole_s is not None:
+            time.sleep(max(0.0, whole_s - (time.perf_counter() - began_s)))
+            slept_s.append(time.perf_counter() - began_s)
 
     StageRunner.perform = slowly  # type: ignore[method-assign]
+    return slept_s
 
 
 def work(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    slow_down(options.latency * FORWARD_S)
+    slept_s = slow_down(options.latency * FORWARD_S)
     model, m = build("mlp"), options.microbatches
     pipe = None
     if dist.get_rank() == 0:
@@ -131,13 +139,14 @@ def work(options: argparse.Namespace) -> None:
         for name, engine in engines.items():
             for _ in range(2):
                 engine.step(batch)
+            slept_s.clear()
             began_s = time.perf_counter()
             for _ in range(UPDATES):
                 engine.step(batch)
-            took = torch.tensor([time.perf_counter() - began_s])
-            dist.all_reduce(took, op=dist.ReduceOp.MAX)
+            own_and_all = torch.tensor([sum(slept_s), time.perf_counter() - began_s])
+            dist.all_reduce(own_and_all, op=dist.ReduceOp.MAX)
             engine.flush()
-            shares[name].append(UPDATES * m * (FORWARD_S + BACKWARD_S) / float(took))
+            shares[name].append(float(own_and_all[0] / own_and_all[1]))
     if dist.get_rank() == 0:
         options.output.write_text(json.dumps({"microbatches": m, "shares": shares}, indent=1))
     dist.destroy_process_group()
