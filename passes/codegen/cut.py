@@ -138,11 +138,14 @@ def multiple_of_size(graph: OperatorGraph, node: fx.Node) -> tuple[int, str] | N
     return (numbers[0], symbols[0]) if numbers and symbols else None
 
 
-def divisors(number: int, symbol: str, sizes: Iterable[int | str]) -> list[str]:
-    """Returns those sizes of which `number * symbol` is a multiple: "5*batch" for 10 and "batch"."""
+def divisors(number: int, symbol: str, sizes: Iterable[int | str]) -> list[tuple[int, str]]:
+    """Returns those sizes of which `number * symbol` is a multiple, each with how many times it is that.
+
+    Of 10 times "batch" they are 2 times "5*batch", say.
+    """
     products = {size: times_size(size) for size in sizes if isinstance(size, str)}
     return [
-        size
+        (number // int(product[0]), size)
         for size, product in products.items()
         if product is not None and product[1] == symbol and number % int(product[0]) == 0
     ]

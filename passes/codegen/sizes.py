@@ -69,14 +69,14 @@ class Sizes:
         It is read off a tensor that has it, or is so many times the size of flattened samples.
         """
         given = [size for node in self._body.reads for size in self._body.tree.shape(node)]
-        if symbol in self._body.symbols or symbol in given:
+        multiples = divisors(number, symbol, given)
+        if symbol in self._body.symbols or symbol in given or not multiples:
             return None
         exact, emitted = f"{number}*{symbol}", self._folding.emitted_at(place)
         for node in self._names.bound:
             if exact in self._body.tree.shape(node) and self._folding.last_use(node) >= emitted:
                 return Source(self._read_off(node, exact))
-        size = max(divisors(number, symbol, given), key=lambda each: int((times_size(each) or "1")[0]))
-        times = number // int((times_size(size) or "1")[0])
+        times, size = min(multiples)
         found = self.spelled(size, place)
         return found if times == 1 else Source(f"{times} * {found.text}", TIMES)
 

@@ -34,7 +34,10 @@ from .translations import operators_listed_once, own_translations, translations_
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-_TALKATIVE = ("torch.onnx", "torch.export", "torch.fx.experimental.symbolic_shapes", "onnxscript", "onnx_ir")
+_TALKATIVE = (
+    "torch.onnx", "torch.export", "torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor",
+    "onnxscript", "onnx_ir",
+)  # fmt: skip
 
 
 def stage_model(
