@@ -20,7 +20,6 @@ _REFUSED = (torch.float32, torch.float16)
 # Hugging Face's experts call this one in a trace, and torch's own in other runs.
 HUGGING_FACES = "transformers::grouped_mm_fallback"
 
-
 _of_bfloat16: Any = _meta_registrations._meta_grouped_mm_common
 _result: Any = _meta_registrations._create_grouped_mm_output_tensor
 

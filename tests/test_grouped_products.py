@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.integrations import moe
 
 import pd2bw_fx
+from pd2bw_fx.errors import ExportError
 from pd2bw_fx.passes.trace.patches.experts import multiply_experts_as_in_a_run
 from pd2bw_fx.stage import run_in_turn
 from tests.onnx_exports import assert_alike, exported
@@ -62,9 +64,7 @@ def test_a_model_is_traced_whatever_type_its_experts_compute_in(dtype: torch.dty
     torch.manual_seed(0)
     model, x = Model(dtype), torch.randn(3, 6, WIDTH)
 
-    pipe = pd2bw_fx.split(
-        model, (x,), loss_fn=lambda y: y.square().mean(), cluster=2, costs="analytic", check="full"
-    )
+    pipe = pd2bw_fx.split(model, (x,), loss_fn=_squares, cluster=2, costs="analytic", check="full")
 
     assert pipe.trace_report is not None
     assert pipe.trace_report.tracer == "export"
@@ -161,6 +161,44 @@ def test_an_older_gpu_keeps_hugging_faces_operator(
 
     with multiply_experts_as_in_a_run():
         assert (moe.is_torchdynamo_compiling is not asked) == is_changed
+
+
+def test_compiled_stages_multiply_groups_too() -> None:
+    torch.manual_seed(0)
+    pipe = pd2bw_fx.split(
+        Model(torch.float32), (torch.randn(3, 6, WIDTH),), loss_fn=_squares, cluster=1, costs="analytic"
+    )
+    batches = [torch.randn(4, 6, WIDTH) for _ in range(2)]
+
+    plain, compiled = (
+        pipe.train_local(batches, optimizer=partial(torch.optim.SGD, lr=0.0), **options)
+        for options in ({}, {"compile": {"backend": "aot_eager"}})
+    )
+
+    assert compiled.losses == pytest.approx(plain.losses, rel=1e-6)
+
+
+def _squares(y: Tensor) -> Tensor:
+    return y.square().mean()
+
+
+class Columns(nn.Module):
+    """Groups of columns in place of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(8, 2)
+        self.weights = nn.Parameter(torch.randn(2, HIDDEN, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.tensor([4, 8], dtype=torch.int32)
+        return self.last(F.grouped_mm(self.weights, self.first(x).t(), offs=ends))
+
+
+def test_what_no_opset_has_is_refused_without_the_advice_to_try_another(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=r"translated for rows in groups.*F\.grouped_mm.*no opset has it"):
+        exported(Columns(), tmp_path / "files", torch.randn(8, WIDTH))
+    assert not (tmp_path / "files").exists()
 
 
 class Given(nn.Module):

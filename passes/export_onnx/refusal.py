@@ -42,7 +42,8 @@ def _advice(program: StageProgram, error: Exception) -> str:
         return f"{foreign[0][1]} is not traced: split the model without it to export it"
     if foreign:
         return f"{'::'.join(foreign[0])} is none of torch's own, and ONNX knows those alone"
-    if "No ONNX function found" in str(error) or isinstance(error.__cause__, _DynamicShape):
+    is_unknown = any(isinstance(each, _DynamicShape | NotImplementedError) for each in _chain(error))
+    if is_unknown or "No ONNX function found" in str(error):
         return _NO_OPSET
     return f"another opset ({OLDEST_OPSET} to {NEWEST_OPSET}) may know it"
 

@@ -157,9 +157,8 @@ def _held(tensor: Tensor, tracer: Any) -> Tensor | None:
         return None
     nodes = tracer.graph.find_nodes(op="get_attr")
     held = {node for node in nodes if getattr(tracer.root, str(node.target), None) is tensor}
-    writes = (places for node in tracer.graph.nodes if (places := written_by_schema(node)))
-    is_written = any(held & _sources(place) for places in writes for place in places)
-    return None if is_written else tensor.clone()
+    written = (place for node in tracer.graph.nodes for place in written_by_schema(node))
+    return None if any(held & _sources(place) for place in written) else tensor.clone()
 
 
 def _made_by(node: fx.Node, until: Sequence[Any] = ()) -> set[fx.Node]:
