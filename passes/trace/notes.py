@@ -130,16 +130,25 @@ def note_on_operator(name: str) -> str:
 
 def _said_of(changes: Sequence[Change]) -> list[str]:
     """Returns notes on changed attributes; of nested modules that change their mode, only the outermost."""
-    turned = [f"{change.path}." for change in changes if change.attribute == "training" and change.path]
+    modes = [change for change in changes if change.attribute == "training"]
+    turned = tuple(f"{change.path}." for change in modes if change.path)
     said = []
-    for change in changes:
-        if change.attribute == "training":
-            if not change.path.startswith(tuple(turned)):
-                mode = "training" if change.after else "evaluation"
-                name = change.path or "the model"
-                said.append(f"the forward puts {name} in {mode} mode, and so do the stages")
-        elif change.is_of_a_layer:
-            said.append(f"{change}: the stages have it as it is after the forward")
-        else:
-            said.append(f"{change} is not in the stages, and the trace is the same after other calls")
+    for change in modes:
+        if not change.path.startswith(turned):
+            mode = "training" if change.after else "evaluation"
+            name = change.path or "the model"
+            said.append(f"the forward puts {name} in {mode} mode, and so do the stages")
+    others = [change for change in changes if change.attribute != "training"]
+    if kept := [change for change in others if change.is_of_a_layer]:
+        as_it_is = "them as they are" if len(kept) > 1 else "it as it is"
+        said.append(f"{_first_of(kept)}: the stages have {as_it_is} after the forward")
+    if left := [change for change in others if not change.is_of_a_layer]:
+        is_or_are = "are" if len(left) > 1 else "is"
+        said.append(
+            f"{_first_of(left)} {is_or_are} not in the stages, and the trace is the same after other calls"
+        )
     return said
+
+
+def _first_of(changes: Sequence[Change]) -> str:
+    return f"{changes[0]} and {len(changes) - 1} more" if len(changes) > 1 else str(changes[0])
