@@ -109,6 +109,21 @@ class Noisy(torch.autograd.Function):
         return gradient * noise * 2
 
 
+class Older(torch.autograd.Function):
+    """Reads what it has saved by the name from before torch 0.4, as NAFNet's LayerNorm does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.save_for_forward(x)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_variables
+        return gradient * weight * 2, (gradient * x).sum(0)
+
+
 reversed_ = Reversed.apply  # kept under a name, as many models do
 
 
@@ -154,6 +169,17 @@ def test_stages_have_the_functions_own_gradients_at_every_batch_size(size: int) 
         found = {n: p.grad for stage in (first, second) for n, p in stage.named_parameters()}
         for name, gradient in expected.items():
             assert torch.equal(found[name], gradient), name
+
+
+def test_what_was_saved_has_its_old_name_too() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return Older.apply(super().forward(x), self.bias)  # type: ignore[no-any-return]
+
+    model = nn.Sequential(Scaled(6, 6), Scaled(6, 6))
+    pipe = pd2bw_fx.split(model, torch.randn(4, 6), cluster=2, costs="analytic")
+
+    assert pipe.verify(model).exact
 
 
 def test_the_class_reads_as_its_author_wrote_it() -> None:

@@ -185,8 +185,16 @@ class _Context:
         self.saved_tensors: tuple[Any, ...] = ()
         self.not_differentiable: tuple[Tensor, ...] = ()
 
+    @property
+    def saved_variables(self) -> tuple[Any, ...]:
+        """The old name, which torch knows too."""
+        return self.saved_tensors
+
     def save_for_backward(self, *tensors: Any) -> None:
         self.saved_tensors = tensors
+
+    def save_for_forward(self, *tensors: Any) -> None:
+        """Does nothing: that is for forward derivatives."""
 
     def mark_non_differentiable(self, *tensors: Tensor) -> None:
         self.not_differentiable = tensors
