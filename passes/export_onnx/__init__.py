@@ -8,6 +8,7 @@
     operators/      operators that ONNX lacks, computed by those that it has
     assertions      what a stage asserts, as nodes that end a run
     translations    torch's translations to ONNX, read once in a process
+    known_sizes     sizes that are sums of others when torch traces a stage again
     origin          metadata of each node: its module, its source line, its stage
     grouped         products of groups of rows, one by one
     annotate        the standard's multi-device annotation: the stage of each node

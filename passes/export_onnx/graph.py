@@ -26,6 +26,7 @@ from pd2bw_fx.recurrent_operators import run_one_step
 from pd2bw_fx.stage import Port, StageProgram
 
 from .assertions import add_checks, take_conditions
+from .known_sizes import sizes_may_be_known
 from .origin import WRAPPED_PREFIX, Wrapped, describe_nodes
 from .refusal import cannot_be_translated
 from .spelling import TranslatableSpelling
@@ -69,6 +70,7 @@ def stage_model(
             do_less_work(),
             run_one_step(),
             size_products_of_all_types(),
+            sizes_may_be_known(),
             leave_other_flags_alone(),
             patch.object(fx.graph, "_format_target", _read_attribute),
         ):

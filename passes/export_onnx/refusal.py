@@ -45,6 +45,10 @@ def _advice(program: StageProgram, error: Exception) -> str:
     is_unknown = any(isinstance(each, _DynamicShape | NotImplementedError) for each in _chain(error))
     if is_unknown or "No ONNX function found" in str(error):
         return _NO_OPSET
+    if "SymbolicTensor" in first_line(error):  # of the exporter: a number, for which it has no attribute
+        return (
+            "the exporter knows no number there that depends on values: compute with tensors, without .item()"
+        )
     return f"another opset ({OLDEST_OPSET} to {NEWEST_OPSET}) may know it"
 
 

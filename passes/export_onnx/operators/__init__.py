@@ -6,6 +6,7 @@
     complex_numbers sums, products and quotients of a complex tensor and a real number
     integers        division and shifts of integers
     concat          stacking tensors of several types
+    values          powers by numbers that are computed themselves
     memory          parts of memory as it lies (as_strided)
     scans           cumulative products, maxima and minima
     special         special functions: erfinv, hypot, lgamma, logit

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .complex_numbers import divided_by_number
 from .integers import as_tensors, divided
+from .values import known_or_tensor
 
 _FLOATS = (torch.float16, torch.float32, torch.float64)
 
@@ -26,6 +27,7 @@ def _div(self: Any, other: Any, *, rounding_mode: str | None = None, out: Tensor
 
 
 def _floor_divided(self: Any, other: Any, *, out: Tensor | None = None) -> Any:
+    self, other = known_or_tensor(self), known_or_tensor(other)
     if out is not None or not all(isinstance(each, Tensor | float | int) for each in (self, other)):
         return NotImplemented
     if not _are_of_floats(self, other):  # the exporter takes the number of `7 // x` for a tensor
@@ -40,6 +42,7 @@ def _floor_divided(self: Any, other: Any, *, out: Tensor | None = None) -> Any:
 
 
 def _remainder(self: Any, other: Any, *, out: Tensor | None = None) -> Any:
+    self, other = known_or_tensor(self), known_or_tensor(other)
     if out is not None or not _are_of_floats(self, other):
         return NotImplemented
     dtype = torch.result_type(self, other)

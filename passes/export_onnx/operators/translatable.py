@@ -23,6 +23,7 @@ from .special import BY_FUNCTION as SPECIAL_FUNCTIONS
 from .special import BY_NAME as SPECIAL
 from .stable import BY_FUNCTION as STABLE_FUNCTIONS
 from .stable import BY_NAME as STABLE
+from .values import BY_NAME as COMPUTED_NUMBERS
 
 
 def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = None) -> Any:
@@ -259,6 +260,7 @@ _BY_NAME: Mapping[str, Callable[..., Any]] = {
     **FLOORED,
     **SCANS,
     **SPECIAL,
+    **COMPUTED_NUMBERS,
     "cdist": _cdist,
     "isin": _isin,
     "kthvalue": _kthvalue,
