@@ -16,3 +16,10 @@ def rows(count: int) -> Tensor:
 def split(model: nn.Module, count: int) -> pd2bw_fx.Pipeline:
     """Traces the model with `count` samples and splits it in two stages."""
     return pd2bw_fx.split(model, rows(count), cluster=2, num_stages=2, costs="analytic")
+
+
+def whole_again(windows: Tensor, side: int, height: int, width: int) -> Tensor:
+    """Swin's window_reverse: the batch is told from the number of windows by a true division."""
+    count = int(windows.shape[0] / (height * width / side / side))
+    found = windows.view(count, height // side, width // side, side, side, -1)
+    return found.transpose(2, 3).reshape(count, height, width, -1)

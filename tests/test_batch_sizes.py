@@ -14,7 +14,7 @@ from torch.export import Dim
 import pd2bw_fx
 from pd2bw_fx.errors import InputError
 from pd2bw_fx.size_range import ANY_SIZE, SizeRange
-from tests.sized_batches import rows, split
+from tests.sized_batches import rows, split, whole_again
 
 
 class Asking(nn.Module):
@@ -221,23 +221,28 @@ def test_a_range_says_what_it_is() -> None:
 
 
 class Windowed(nn.Module):
-    """Swin's window_reverse: the batch is told from the number of windows by a true division."""
+    """Swin's windows, put together again here or by a function of another file."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_elsewhere: bool) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.is_elsewhere = is_elsewhere
 
     def forward(self, x: Tensor) -> Tensor:
         height, width, side = x.shape[1], x.shape[2], 2
         windows = self.first(x).unflatten(1, (-1, side)).unflatten(3, (-1, side)).transpose(2, 3)
         windows = windows.reshape(-1, side, side, 4)
+        if self.is_elsewhere:
+            return self.second(whole_again(windows, side, height, width)).square().mean()
         count = int(windows.shape[0] / (height * width / side / side))
         found = windows.view(count, height // side, width // side, side, side, -1)
         return self.second(found.transpose(2, 3).reshape(count, height, width, -1)).square().mean()
 
 
-def test_a_batch_that_is_told_from_a_multiple_stays_open() -> None:
-    pipe = pd2bw_fx.split(Windowed(), (torch.randn(2, 4, 6, 4),), cluster=2, costs="analytic", check="full")
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_a_batch_that_is_told_from_a_multiple_stays_open(*, is_elsewhere: bool) -> None:
+    model = Windowed(is_elsewhere=is_elsewhere)
+    pipe = pd2bw_fx.split(model, (torch.randn(2, 4, 6, 4),), cluster=2, costs="analytic", check="full")
 
     assert pipe.graph.batch_sizes == ANY_SIZE
     pipe.verify(example={"x": torch.randn(5, 4, 6, 4)})

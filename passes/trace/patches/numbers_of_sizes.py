@@ -9,6 +9,7 @@ import ast
 import functools
 import inspect
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,20 +26,21 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 def keep_sizes_symbolic(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Iterator[None]:
     """Replaces functions that make numbers of sizes while torch traces: symbolic sizes stay symbolic.
 
-    `len`, `int` and `float` are replaced in the files that define the model and its loss. `len` is also
-    replaced in the files whose functions these use, and in those of the same package. Names that a file
-    defines itself stay; so do `int` and `float` in a file that uses them otherwise than in calls. All other
-    files have the built-ins. `math.sqrt` is replaced everywhere, and so are `torch.rand`, `randn` and
-    `randint`, which take no symbolic size beside `generator=None`.
+    `len`, `int` and `float` are replaced in the files that define the model and its loss, and in those whose
+    functions these use. `len` is also replaced in all files of the same package. Names that a file defines
+    itself stay; so do `int` and `float` in a file that uses them otherwise than in calls. All other files
+    have the built-ins. `math.sqrt` is replaced everywhere, and so are `torch.rand`, `randn` and `randint`,
+    which take no symbolic size beside `generator=None`.
     """
     names = {type(module).__module__ for module in model.modules()}
     names |= {getattr(loss_fn, "__module__", None) or "", type(loss_fn).__module__}
     files = _loaded(names)
+    files += [file for file in _used_by(files) if file not in files]
     changed: list[tuple[dict[str, Any], str, Any]] = []  # with the value before, or _NOTHING
     try:
         for file, found in (
             *((file, _replacements(file)) for file in files),
-            *((file, {"len": _len}) for file in _helpers(files) if "len" not in vars(file)),
+            *((file, {"len": _len}) for file in _beside(files) if "len" not in vars(file)),
         ):
             for name, value in found.items():
                 changed.append((vars(file), name, vars(file).get(name, _NOTHING)))
@@ -62,15 +64,18 @@ def _loaded(names: Iterable[str]) -> list[ModuleType]:
     return [file for file in found.values() if isinstance(file, ModuleType)]
 
 
-def _helpers(files: Sequence[ModuleType]) -> list[ModuleType]:
-    """Returns the files whose functions these files use, and those of the same packages."""
+def _used_by(files: Sequence[ModuleType]) -> list[ModuleType]:
+    """Returns the files whose functions these files use."""
+    held = (value for file in files for value in vars(file).values())
+    return _loaded({value.__module__ or "" for value in held if isinstance(value, FunctionType)})
+
+
+def _beside(files: Sequence[ModuleType]) -> list[ModuleType]:
+    """Returns the other files of the same packages."""
     packages = {file.__name__.partition(".")[0] for file in files}
     inner = tuple(f"{package}." for package in packages)
     names = {name for name in sys.modules if name in packages or name.startswith(inner)}
-    for file in files:
-        names |= {value.__module__ or "" for value in vars(file).values() if isinstance(value, FunctionType)}
-    own = {file.__name__ for file in files}
-    return _loaded(name for name in names if name not in own)
+    return _loaded(names - {file.__name__ for file in files})
 
 
 _NOTHING = object()
@@ -166,13 +171,15 @@ class _Float(metaclass=_Number):
 
 
 _NUMBERS: Mapping[str, type] = {"int": _Int, "float": _Float}
+_CALL = re.compile(r"\b(int|float)\(")
 
 
 @functools.cache
 def _only_called(file: ModuleType) -> frozenset[str]:
     """Returns which of `int` and `float` a file calls and otherwise only has in annotations or isinstance."""
     try:
-        tree = ast.parse(inspect.getsource(file))
+        source = inspect.getsource(file)
+        tree = ast.parse(source if _CALL.search(source) else "")
     except (OSError, TypeError, SyntaxError):
         return frozenset()
     called: set[str] = set()
