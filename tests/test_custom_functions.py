@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -177,6 +179,55 @@ def test_what_was_saved_has_its_old_name_too() -> None:
             return Older.apply(super().forward(x), self.bias)  # type: ignore[no-any-return]
 
     model = nn.Sequential(Scaled(6, 6), Scaled(6, 6))
+    pipe = pd2bw_fx.split(model, torch.randn(4, 6), cluster=2, costs="analytic")
+
+    assert pipe.verify(model).exact
+
+
+class Counted(torch.autograd.Function):
+    """Multiplies by a number that a layer may set on the class before it calls it."""
+
+    factor = 2.0
+    runs: ClassVar[Counter[str]] = Counter()
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        Counted.runs["forward"] += 1
+        ctx.factor = Counted.factor
+        return x * ctx.factor  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * ctx.factor * 2  # type: ignore[no-any-return]
+
+
+class Counting(nn.Module):
+    def __init__(self, factors: Sequence[float]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in factors)
+        self.factors = factors
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, factor in zip(self.layers, self.factors, strict=True):
+            Counted.factor = factor
+            x = Counted.apply(layer(x))
+        return x
+
+
+def runs_in_a_split(factors: Sequence[float]) -> int:
+    Counted.runs.clear()
+    options = {"cluster": 2, "costs": "analytic", "check": False}
+    pd2bw_fx.split(Counting(factors), torch.randn(4, 6), **options)  # type: ignore[arg-type]
+    return Counted.runs["forward"] - len(factors)  # without the run of the model itself
+
+
+def test_calls_that_are_alike_are_traced_once() -> None:
+    assert runs_in_a_split((2.0, 2.0, 2.0, 2.0)) == runs_in_a_split((2.0,)) < runs_in_a_split((2.0, 3.0))
+
+
+def test_calls_that_read_another_number_are_not_alike() -> None:
+    torch.manual_seed(0)
+    model = Counting((2.0, 3.0, 2.0))
     pipe = pd2bw_fx.split(model, torch.randn(4, 6), cluster=2, costs="analytic")
 
     assert pipe.verify(model).exact

@@ -5,6 +5,7 @@ needs them.
 
     module                what its patches do
     while_tracing         all patches of a trace by torch.export, in their order
+    alike_calls           which calls of custom autograd functions are traced once for all of them
     asked_places          the model's line that asks for a value
     batch_rules           rules for vmap that keep the batch size open, in place of torch's own
     below_autograd        trace what a map differentiates below autograd

@@ -13,10 +13,9 @@ import keyword
 import re
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from pd2bw_fx.errors import TraceError
 from pd2bw_fx.passes.trace.source_lines import one_line
 from pd2bw_fx.units import counted
 
+from .alike_calls import OpenSizes, hint_of, order_in_memory, what_is_traced
 from .detached_data import DataIsDetached
 from .function_constants import write_out_constants
 from .given_tensors import OnlyGivenTensors
@@ -84,9 +84,13 @@ _RUN_AS_THEY_ARE = ("torch", "pd2bw_fx")
 
 @dataclass(slots=True)
 class _Names:
-    """Names of the classes in generated code: each is unique in a model and begins with a capital."""
+    """Names of the classes in generated code: each is unique in a model and begins with a capital.
+
+    `traced` is what has been traced so far, by `what_is_traced`.
+    """
 
     given: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    traced: dict[Hashable, _TracedFunction | Exception] = field(default_factory=dict)
 
     def of(self, cls: type, text: str) -> str:
         base = re.sub(r"\W+", "_", cls.__name__, flags=re.ASCII).strip("_")
@@ -141,16 +145,14 @@ def _traced(cls: Any, args: Sequence[Any], names: _Names) -> _TracedFunction | E
     A function may raise anything for an open size: numpy, for example, does not take one for a number.
     """
     failed: Exception | None = None
-    for open_sizes in _OpenSizes:
-        try:
-            traced = _Traced(cls, args, open_sizes)
-            found = _TracedFunction(traced.function(names), tuple(traced.constants.values()))
-        except Exception as error:  # the function is the model's
-            if open_sizes is _OpenSizes.OF_THE_MODEL and isinstance(error, _FixedSizeError):
-                return error
-            failed = error
+    for open_sizes in OpenSizes:
+        found = _traced_once(cls, args, names, open_sizes)
+        if isinstance(found, Exception):
+            if open_sizes is OpenSizes.OF_THE_MODEL and isinstance(found, _FixedSizeError):
+                return found
+            failed = found
             continue
-        if open_sizes is _OpenSizes.NONE and failed is not None and _has_open_sizes(args):
+        if open_sizes is OpenSizes.NONE and failed is not None and _has_open_sizes(args):
             return _FixedSizeError(
                 f"the custom autograd function {cls.__module__}.{cls.__qualname__} can be traced at the "
                 f"example's sizes alone: {one_line(failed)}"
@@ -160,6 +162,23 @@ def _traced(cls: Any, args: Sequence[Any], names: _Names) -> _TracedFunction | E
     return failed
 
 
+def _traced_once(
+    cls: Any, args: Sequence[Any], names: _Names, open_sizes: OpenSizes
+) -> _TracedFunction | Exception:
+    key = what_is_traced(cls, args, open_sizes)
+    if key is not None and key in names.traced:
+        return names.traced[key]
+    found: _TracedFunction | Exception
+    try:
+        traced = _Traced(cls, args, open_sizes)
+        found = _TracedFunction(traced.function(names), tuple(traced.constants.values()))
+    except Exception as error:  # the function is the model's
+        found = error
+    if key is not None:
+        names.traced[key] = found
+    return found
+
+
 def _has_open_sizes(args: Sequence[Any]) -> bool:
     tensors = (value for value in args if isinstance(value, Tensor))
     return any(isinstance(extent, torch.SymInt) for tensor in tensors for extent in tensor.shape)
@@ -167,14 +186,6 @@ def _has_open_sizes(args: Sequence[Any]) -> bool:
 
 class _FixedSizeError(ValueError):
     """The function can only be traced at fixed sizes; a front end that fixes them may trace the model."""
-
-
-class _OpenSizes(Enum):
-    """Which sizes are open when a function is traced, the most first."""
-
-    ALL = auto()
-    OF_THE_MODEL = auto()  # sizes that are open in the model's trace, and equal where they are equal there
-    NONE = auto()
 
 
 class _Context:
@@ -209,7 +220,7 @@ class _Context:
 class _Traced:
     """One call: its forward and backward as a joint graph, and which nodes belong to the forward."""
 
-    def __init__(self, cls: Any, args: Sequence[Any], open_sizes: _OpenSizes) -> None:
+    def __init__(self, cls: Any, args: Sequence[Any], open_sizes: OpenSizes) -> None:
         self.cls = cls
         self.args = args
         self.open_sizes = open_sizes
@@ -281,27 +292,26 @@ class _Traced:
         like: Tensor = self.args[place]
         sizes = []
         for dimension, extent in enumerate(like.shape):
-            hint = _hint(extent)
+            hint = hint_of(extent)
             if hint is None:
                 raise ValueError("the size of its operand is known only when it runs")
             is_open = hint > 1 and self._is_open(extent)
             sizes.append(self._symbol(extent, shapes, f"operand_{place}_{dimension}") if is_open else hint)
-        strides = [_hint(stride) for stride in like.stride()]
-        order = sorted(range(like.dim()), key=lambda dimension: -strides[dimension])
+        order = order_in_memory(like)
         laid_out = torch.empty([sizes[d] for d in order], dtype=like.dtype, device=like.device)
         return laid_out.permute([order.index(dimension) for dimension in range(like.dim())])
 
     def _is_open(self, extent: Any) -> bool:
-        if self.open_sizes is _OpenSizes.OF_THE_MODEL:
+        if self.open_sizes is OpenSizes.OF_THE_MODEL:
             return isinstance(extent, torch.SymInt)
-        return self.open_sizes is _OpenSizes.ALL
+        return self.open_sizes is OpenSizes.ALL
 
     def _symbol(self, extent: Any, shapes: ShapeEnv, name: str) -> Any:
         """Returns a symbol for a size; with `OF_THE_MODEL`, equal sizes of the model share one."""
-        if self.open_sizes is _OpenSizes.ALL:
-            return _symbol(_hint(extent), shapes, name)
+        if self.open_sizes is OpenSizes.ALL:
+            return _symbol(hint_of(extent), shapes, name)
         if extent.node.expr not in self.symbols:
-            self.symbols[extent.node.expr] = _symbol(_hint(extent), shapes, name)
+            self.symbols[extent.node.expr] = _symbol(hint_of(extent), shapes, name)
         return self.symbols[extent.node.expr]
 
     def _require_open(self, shapes: ShapeEnv) -> None:
@@ -360,10 +370,6 @@ class _Traced:
 def _several(names: Sequence[str], places: Iterable[int]) -> list[str]:
     """Returns the names of the arguments at these places; the last one may be `*tensors`."""
     return [names[place] if place < len(names) else f"{names[-1]}_{place}" for place in places]
-
-
-def _hint(size: Any) -> Any:
-    return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
 def _symbol(hint: int, shapes: ShapeEnv, name: str) -> Any:
