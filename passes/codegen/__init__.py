@@ -21,6 +21,7 @@ A forward, method by method:
     local_names.py     the names of one body's values, and how long each is taken
     second_names.py    second names of values: `residual = x`
     put_away.py        values in the author's lists: `skips.append(x)`
+    number_lists.py    numbers that are read out of a tensor all at once: `counts = x.tolist()`
     parts.py           the parts of a tensor as variables, or as entries of a list
     crossing.py        names of the values that cross between stages
     sizes.py           sizes that are read off tensors, and the names of those that are read often

@@ -26,6 +26,7 @@ from .naming import (
     operator_name,
     outer_name,
 )
+from .number_lists import number_lists, sums_of
 from .part_writes import PartWrite, part_writes
 from .passed_values import passed_names
 from .scopes import Line, Scope, line_at
@@ -54,10 +55,13 @@ class Body:
         self.gives = tree.gives(scope)
         self.normalized: dict[fx.Node, list[fx.Node]] = {}  # last operator -> all of them
         self._part_writes: dict[fx.Node, PartWrite] = {}  # by its last operator
+        self.number_lists: dict[fx.Node, list[fx.Node]] = {}  # the operator that makes a list -> its numbers
+        self.sums: dict[fx.Node, list[fx.Node]] = {}  # the last addition of a whole list -> all of them
         self._depth_of_calls = 0 if scope.call is None else len(scope.call.line.chain)
         self._author_names: dict[tuple[int, fx.Node], str | None] = {}
         self._passed: dict[fx.Node, str] | None = None  # once it is asked
         self.items = self._items()
+        self._listed = {number: made for made, numbers in self.number_lists.items() for number in numbers}
         self._operands = {id(item): self._read_by(item) for item in self.items}
         self._read = {operand for operands in self._operands.values() for operand in operands}
         self._elements = self._elements_taken()
@@ -68,8 +72,8 @@ class Body:
     def _items(self) -> list[fx.Node | Scope]:
         """Lists the items of the body.
 
-        Sizes are left out, as they are written where they are used. F.normalize is one item, and so is an
-        assignment to a part of a tensor.
+        Sizes are left out, as they are written where they are used. F.normalize is one item, and so are an
+        assignment to a part of a tensor, and a list of numbers or its sum.
         """
         items = [i for i in self.scope.items if isinstance(i, Scope) or not is_size(self.tree.graph, i)]
         for nodes in normalizations(items):
@@ -79,8 +83,17 @@ class Body:
         for last, write in part_writes(items).items():
             if len({self._marks(node) for node in (write.base, *write.nodes)}) == 1:
                 self._part_writes[last] = write
-        together = (*self.normalized.values(), *(write.nodes for write in self._part_writes.values()))
+        for made, numbers in number_lists(items).items():
+            if len({self._marks(node) for node in (made, *numbers)}) == 1:
+                self.number_lists[made] = numbers
+        self.sums = sums_of(self.number_lists, items)
+        together = (
+            *self.normalized.values(),
+            *(write.nodes for write in self._part_writes.values()),
+            *self.sums.values(),
+        )
         inner = {node for nodes in together for node in nodes[:-1]}
+        inner |= {part for made in self.number_lists for part in made.users}
         return [item for item in items if isinstance(item, Scope) or item not in inner]
 
     def part_write(self, item: fx.Node | Scope) -> PartWrite | None:
@@ -96,6 +109,11 @@ class Body:
     def operands_of(self, item: fx.Node | Scope) -> list[fx.Node]:
         return self._operands[id(item)]
 
+    def summands(self, total: fx.Node) -> list[fx.Node]:
+        """Returns the numbers that one of `sums` adds up."""
+        first = self.sums[total][0].args[0]
+        return next(numbers for numbers in self.number_lists.values() if first in numbers)
+
     def arguments_of(self, call: Scope) -> list[fx.Node | tuple[fx.Node, ...]]:
         """Lists what a call is given, in order; both states of an LSTM are one argument."""
         return call_arguments(self.tree, call) if call.call is None else [*given_to(self.tree, call)]
@@ -105,6 +123,10 @@ class Body:
             return given_to(self.tree, item)
         if (write := self.part_write(item)) is not None:
             return [write.base, *([write.value] if isinstance(write.value, fx.Node) else [])]
+        if item in self.sums:
+            return self.summands(item)
+        if item in self._listed:
+            return [self._listed[item]]
         nodes = self.normalized.get(item, [item])
         return tensors_read(self.tree.graph, nodes[0])
 
@@ -308,7 +330,11 @@ class Body:
 
     def is_element(self, item: fx.Node | Scope) -> bool:
         """Whether an item is an element of a tuple that this body makes; it is bound where that is made."""
-        if isinstance(item, Scope) or not _takes_element(item):
+        if isinstance(item, Scope):
+            return False
+        if item in self._listed:
+            return True
+        if not _takes_element(item):
             return False
         source = item.args[0]
         return isinstance(source, fx.Node) and not _is_tensor(source) and id(source) in self._operands
@@ -324,7 +350,7 @@ class Body:
         return {place: taken.get(place) for place in range(len(item.meta["val"]))}
 
     def _elements_taken(self) -> dict[fx.Node, dict[int, fx.Node]]:
-        found: dict[fx.Node, dict[int, fx.Node]] = {}
+        found = {made: dict(enumerate(numbers)) for made, numbers in self.number_lists.items()}
         for item in self.items:
             if isinstance(item, Scope) or not _takes_element(item):
                 continue

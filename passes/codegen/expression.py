@@ -33,15 +33,21 @@ class Scene:
     """What spelling an operator needs from its surroundings."""
 
     def __init__(
-        self, expression: Callable[[fx.Node], Source], device: Callable[[], str], *, is_training: bool = True
+        self,
+        expression: Callable[[fx.Node], Source],
+        device: Callable[[], str],
+        *,
+        is_training: bool = True,
+        lists: Mapping[tuple[Any, ...], str] | None = None,
     ) -> None:
         self.expression = expression
         self.device = device  # source for the device of a tensor at hand
         self._is_training = is_training  # whether the traced model was in training mode
+        self._lists = {} if lists is None else lists  # lists that have a name, by all their entries
 
     def always(self) -> Scene:
         """Returns the scene of an operator that does the same in evaluation as in training."""
-        return Scene(self.expression, self.device, is_training=False)
+        return Scene(self.expression, self.device, is_training=False, lists=self._lists)
 
     def mode(self, value: Any) -> str:
         """Writes an operator's training flag: False, or self.training.
@@ -55,6 +61,8 @@ class Scene:
         if isinstance(value, fx.Node):
             return self.expression(value).text
         if isinstance(value, list | tuple) and _holds_nodes(value):
+            if all(isinstance(item, fx.Node) for item in value) and tuple(value) in self._lists:
+                return self._lists[tuple(value)]
             items = [self.text(item) for item in value]
             return in_tuple(items) if isinstance(value, tuple) else f"[{', '.join(items)}]"
         if isinstance(value, slice) and _holds_nodes((value.start, value.stop, value.step)):

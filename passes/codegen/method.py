@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from .body import Body, Region
 from .cut import is_number, is_size, multiple_of_size, size_symbol
-from .expression import Scene, Source
+from .expression import PLUS, Scene, Source
 from .folding import Folding
 from .idioms import normalized
 from .layer_calls import attention_of, linear_of
@@ -90,6 +90,7 @@ class _Draft:
         self.sizes = Sizes(body, folding, self.names)
         self.sources: dict[fx.Node, Source] = {}
         self.too_long: set[fx.Node] = set()
+        self.lists: dict[tuple[fx.Node, ...], str] = {}  # lists of numbers -> their names
         self.texts: dict[int, str] = {}  # the statements by place, without second names
         self.position = 0  # the place of the item being written
         self.written: list[Statement] = []
@@ -209,16 +210,19 @@ class _Draft:
     def _tuple_target(self, index: int, item: fx.Node | Scope, elements: dict[int, fx.Node | None]) -> str:
         line, taken = self.body.line(item), {p: e for p, e in elements.items() if e is not None}
         hints = names_of_parts(line, item, elements, self.body.scope.depth)
-        later = self.names.of_what_they_become(elements)
+        are_numbers = item in self.body.number_lists
+        later = {} if are_numbers else self.names.of_what_they_become(elements)
         for place, element in taken.items():
             own = self.body.author_name(element, element) if len(taken) == 1 else None
             hints[place] = hints.get(place) or own or later.get(element, "")
         is_list = not any(hints.values()) and not any(
             element in self.body.gives for element in taken.values()
         )
-        listed = name_of_list(line, item, elements) if is_list else None
+        listed = name_of_list(line, item, elements, are_numbers=are_numbers) if is_list else None
         if listed is not None:
             name = self.names.free(listed, index)
+            if isinstance(item, fx.Node) and are_numbers:
+                self.lists[tuple(self.body.number_lists[item])] = name
             for place, element in taken.items():
                 self._bind(element, f"{name}[{place}]")
             return name
@@ -246,14 +250,25 @@ class _Draft:
             return Source(self.call_text(self.body.scope, item, texts))
         if item in self.body.normalized:
             return normalized(self.body.normalized[item], self._scene())
+        if item in self.body.number_lists:
+            return Source(f"{self._scene().receiver(item.args[0])}.tolist()")
+        if item in self.body.sums:
+            return self._sum(self.body.summands(item))
         layer = linear_of(self.body.tree, self.body.scope, item)
         if layer is not None:
             called = reference(_below(self.body.scope.path, layer))
             return Source(f"{called}({self._scene().text(item.args[0])})")
         return spell(item, self._scene())
 
+    def _sum(self, numbers: Sequence[fx.Node]) -> Source:
+        listed = self.lists.get(tuple(numbers))
+        if listed is not None:
+            return Source(f"sum({listed})")
+        return Source(" + ".join(self._expression(number).within(PLUS) for number in numbers), PLUS)
+
     def _scene(self) -> Scene:
-        return Scene(self._expression, self._device, is_training=self.body.tree.model.training)
+        is_training = self.body.tree.model.training
+        return Scene(self._expression, self._device, is_training=is_training, lists=self.lists)
 
     def _expression(self, node: fx.Node) -> Source:
         if node in self.sources:

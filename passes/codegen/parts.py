@@ -18,11 +18,11 @@ _MOST_VARIABLES = 4  # without names of the author's: more are one list
 
 
 def name_of_list(
-    line: Line | None, item: fx.Node | Scope, elements: Mapping[int, fx.Node | None]
+    line: Line | None, item: fx.Node | Scope, elements: Mapping[int, fx.Node | None], *, are_numbers: bool
 ) -> str | None:
     """Returns the name of a list for parts that the author has given no names, or None.
 
-    It is a list where the author's line gives one name to all of them, and where there are many.
+    It is a list where the author's line gives one name to all of them, and where there are many, or numbers.
     """
     operator = "" if isinstance(item, Scope) else operator_name(item)
     if operator not in PARTS or len(elements) < 2:
@@ -30,6 +30,8 @@ def name_of_list(
     names = line.assigned if line is not None and takes_apart(line.code, operator) else ()
     if len(names) == 1 and names[0] != "_":
         return names[0]
+    if are_numbers:
+        return "numbers"
     return "parts" if len(elements) > _MOST_VARIABLES and None not in elements.values() else None
 
 

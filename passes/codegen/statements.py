@@ -162,7 +162,9 @@ def names_of_what_it_makes(code: str, names: tuple[str, ...]) -> tuple[str, ...]
     return tuple(n for n, entry in zip(names, value.elts, strict=True) if not isinstance(entry, ast.Name))
 
 
-PARTS = {"chunk", "split", "split_with_sizes", "tensor_split", "unbind", "unsafe_chunk", "unsafe_split"}
+PARTS = {
+    "chunk", "split", "split_with_sizes", "tensor_split", "tolist", "unbind", "unsafe_chunk", "unsafe_split",
+}  # fmt: skip
 
 
 def takes_apart(code: str, operator: str) -> bool:
