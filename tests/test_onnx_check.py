@@ -101,3 +101,43 @@ def test_quantised_weights_are_compared_as_the_whole_file_is_run(tmp_path: Path)
     pipe = pd2bw_fx.split(tmp_path / "quantised.onnx", cluster=2, num_stages=2)
 
     assert pipe.manifest["largest_differences_from_model"]["y"] < 1e-6
+
+
+class Cancelling(nn.Module):
+    """Returns the logarithm of a determinant that is 1 but for rounding, as an untrained flow does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(torch.rand(8) + 0.5), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scaled = x * self.scale
+        logarithms = scaled.abs().log() - x.abs().log() - self.scale.log()
+        return self.layer(scaled), logarithms.sum(-1)
+
+
+def test_what_is_rounding_alone_may_be_another_rounding(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    pipe = pd2bw_fx.split(Cancelling(), torch.randn(6, 8), cluster=2, costs="analytic")
+
+    manifest = pipe.export_onnx(tmp_path / "onnx")
+
+    assert manifest["largest_differences_from_model"]["output_1"] > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("found", "moved", "is_right"), [(3e-7, 4.0, True), (3e-7, 0.5, False), (3e-3, 4e4, False)]
+)
+def test_a_difference_is_rounding_if_it_is_faint_and_a_rounding_makes_as_much(
+    found: float, moved: float, *, is_right: bool
+) -> None:
+    expected = {"hidden": np.array([1.0], np.float32), "determinant": np.array([1e-7], np.float32)}
+
+    with nullcontext() if is_right else pytest.raises(ExportError, match="determinant differs"):
+        compare_arrays(
+            expected | {"determinant": np.array([found], np.float32)},
+            expected,
+            what={"determinant": "determinant differs", "hidden": "hidden differs"},
+            tolerance=None,
+            rounding=lambda: {"determinant": moved},
+        )

@@ -17,6 +17,7 @@
     original        the model that the files are checked against
     examples        the inputs that the files are checked on
     check           how far results are from what is expected, and how far they may be
+    sensitivity     how far a rounding moves the values that stages make
     exactness       the coarsest type on the way to a value
     varying         why a stage computes something else in every run
     run             stages run one after another, as modules and as files

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,10 +40,11 @@ def compare(
     what: Mapping[str, str],
     tolerance: float | None,
     behind: Mapping[str, str] | None = None,
+    rounding: Callable[[], Mapping[str, float]] | None = None,
 ) -> dict[str, float]:
     """Compares as `compare_arrays` does, with tensors that torch computed."""
     arrays = {name: to_array(name, tensor) for name, tensor in expected.items()}
-    return compare_arrays(found, arrays, what=what, tolerance=tolerance, behind=behind)
+    return compare_arrays(found, arrays, what=what, tolerance=tolerance, behind=behind, rounding=rounding)
 
 
 def compare_arrays(
@@ -53,10 +54,13 @@ def compare_arrays(
     what: Mapping[str, str],
     tolerance: float | None,
     behind: Mapping[str, str] | None = None,
+    rounding: Callable[[], Mapping[str, float]] | None = None,
 ) -> dict[str, float]:
     """Returns the largest difference for each name of `expected`, relative to the tensor's largest entry.
 
-    `behind` is the coarsest type that a value was computed from: it is no more exact than that.
+    `behind` is the coarsest type that a value was computed from: it is no more exact than that. A larger one
+    may be rounding where it is small beside the largest entry of all: `rounding` is then asked how far
+    roundings move each of them, unless a `tolerance` is given.
     Raises ExportError at the first one out of tolerance; `what` describes each name for the message.
     """
     differences = {}
@@ -65,6 +69,9 @@ def compare_arrays(
         allowed = _TOLERANCES.get(array.dtype.name, 0.0) if tolerance is None else tolerance
         if tolerance is None and allowed:
             allowed = max(allowed, _TOLERANCES.get((behind or {}).get(name, ""), 0.0))
+        is_faint = difference.absolute <= allowed * _largest_of(expected)
+        if not difference.relative <= allowed and is_faint and tolerance is None and rounding is not None:
+            allowed = max(allowed, rounding().get(name, 0.0))
         if not difference.relative <= allowed:
             raise ExportError(
                 f"{what[name]} by {difference.absolute:.3g} ({difference.relative:.3g} of its largest entry) "
@@ -78,6 +85,15 @@ def compare_arrays(
 def largest(checks: list[dict[str, float]]) -> dict[str, float]:
     """Returns the largest difference of each tensor over several runs."""
     return {name: max(check[name] for check in checks) for name in (checks[0] if checks else ())}
+
+
+def _largest_of(arrays: Mapping[str, Array]) -> float:
+    sizes = (np.abs(array[np.abs(array) < _FAR]) for array in arrays.values() if array.dtype.kind == "f")
+    return max((float(size.max(initial=0.0)) for size in sizes), default=0.0)
+
+
+def relative_difference(found: Array, expected: Array) -> float:
+    return _difference(found, expected).relative
 
 
 def _difference(found: Array, expected: Array) -> _Difference:

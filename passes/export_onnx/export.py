@@ -10,7 +10,8 @@ folder/
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -37,6 +38,7 @@ from .merge import EXTERNAL_ABOVE_BYTES, merged, save
 from .original import Original
 from .refusal import NEWEST_OPSET, OLDEST_OPSET
 from .run import in_mode, run_files, run_modules, run_whole
+from .sensitivity import allowed_by_rounding
 from .varying import changed_value, why_it_varies, written_by
 
 if TYPE_CHECKING:
@@ -149,12 +151,12 @@ class _Truth:
     """The expected results of one batch.
 
     They are every value between stages, as the stages make it in torch, and the outputs by name, as the live
-    model makes them (None without one).
-
+    model makes them (None without one). `rounding` computes how far roundings may move each value.
     """
 
     values: Mapping[str, Tensor]
     outputs: Mapping[str, Tensor] | None
+    rounding: Callable[[], Mapping[str, float]]
 
 
 def _check_request(original: Original | None, form: str, opset: int, tolerance: float | None) -> None:
@@ -225,7 +227,8 @@ def _truths(
         if changed is not None:
             written = written_by(job.programs, modules, fed)
             raise ExportError(why_it_varies(changed, written, original, training=training))
-        truths.append(_Truth(values, outputs))
+        rounding = functools.cache(functools.partial(allowed_by_rounding, job.programs, modules, fed))
+        truths.append(_Truth(values, outputs, rounding))
     return truths
 
 
@@ -256,9 +259,18 @@ def _write_stages(
             for program in job.programs
             for port in program.outputs
         }
-        between.append(compare(tensors, expected, what=what, tolerance=job.tolerance, behind=behind))
+        between.append(
+            compare(
+                tensors,
+                expected,
+                what=what,
+                tolerance=job.tolerance,
+                behind=behind,
+                rounding=functools.partial(_renamed, truth.rounding, job.names),
+            )
+        )
         if truth.outputs is not None:
-            leaving.append(_compare_outputs(tensors, truth.outputs, job))
+            leaving.append(_compare_outputs(tensors, truth.outputs, job, truth.rounding))
     differences: dict[str, Any] = {"largest_differences": largest(between)}
     return differences | ({"largest_differences_from_model": largest(leaving)} if leaving else {})
 
@@ -289,7 +301,7 @@ def _write_annotated(
         outputs = truth.outputs
         if outputs is None:
             outputs = {p.model_output: truth.values[p.value] for _, p in _leaving(job) if p.model_output}
-        checks.append(_compare_outputs(tensors, outputs, job))
+        checks.append(_compare_outputs(tensors, outputs, job, truth.rounding))
     return {
         "file": _ANNOTATED,
         "ir_version": model.ir_version,
@@ -304,8 +316,15 @@ def _leaving(job: _Job) -> list[tuple[StageProgram, Port]]:
     return [(s, port) for s in job.programs for port in s.outputs if port.model_output is not None]
 
 
+def _renamed(rounding: Callable[[], Mapping[str, float]], names: Mapping[str, str]) -> dict[str, float]:
+    return {names[value]: allowed for value, allowed in rounding().items() if value in names}
+
+
 def _compare_outputs(
-    tensors: Mapping[str, Any], outputs: Mapping[str, Tensor], job: _Job
+    tensors: Mapping[str, Any],
+    outputs: Mapping[str, Tensor],
+    job: _Job,
+    rounding: Callable[[], Mapping[str, float]],
 ) -> dict[str, float]:
     """Compares the files' outputs with the model's own."""
     found, what, behind = {}, {}, {}
@@ -321,7 +340,15 @@ def _compare_outputs(
         behind[name] = kinds.get(port.value, "")
         what[name] = f"{name}, which stage {program.stage} returns, differs from the original model's"
     expected = {name: outputs[name] for name in found}
-    return compare(found, expected, what=what, tolerance=job.tolerance, behind=behind)
+    names = {port.value: port.model_output or "" for _, port in _leaving(job)}
+    return compare(
+        found,
+        expected,
+        what=what,
+        tolerance=job.tolerance,
+        behind=behind,
+        rounding=functools.partial(_renamed, rounding, names),
+    )
 
 
 def _fed(job: _Job, truth: _Truth) -> dict[str, Any]:

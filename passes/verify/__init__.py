@@ -29,8 +29,9 @@ from torch import Tensor, nn
 from pd2bw_fx.errors import VerificationError
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.program import set_fast_path
+from pd2bw_fx.roundings import NUM_ROUNDINGS, TIMES_SENSITIVITY, rounded
 
-from .compare import Difference, coarsest_tolerance, difference, largest_of, rounded, tolerance_of
+from .compare import Difference, coarsest_tolerance, difference, largest_of, tolerance_of
 from .evaluation import Evaluation, draws_in_evaluation, evaluation_of
 from .fast_path import may_give_zeros, may_take_fast_path, note_on_fast_path
 from .reseeding import record_reseeding
@@ -62,8 +63,6 @@ __all__ = [
 _FAINTEST = 1e-3
 
 # A difference beyond its tolerance may still be rounding: it is compared with what rounding the weights does.
-_ROUNDINGS = 3
-_TIMES_SENSITIVITY = 4.0
 
 
 _UNLIKE_DRAWS = (
@@ -122,7 +121,7 @@ def verify(sides: Sides, tensors: Mapping[str, Tensor], *, tolerance: float | No
     if tolerance is None and _first_beyond(differences, allowed) is not None:
         _require_the_same_again(eager, run(tensors), allowed)
         for name, moved in _sensitivity(eager, run, tensors).items():
-            allowed[name] = max(allowed[name], _TIMES_SENSITIVITY * moved)
+            allowed[name] = max(allowed[name], TIMES_SENSITIVITY * moved)
     wrong = _first_beyond(differences, allowed)
     if wrong is not None and may_take_fast_path(sides.model):
         again = functools.partial(verify, sides, tensors, tolerance=tolerance)
@@ -265,7 +264,7 @@ def _sensitivity(
     flips a sign somewhere differs from draw to draw: the minimum of several draws leaves it out.
     """
     moved: dict[str, float] = {}
-    for seed in range(_ROUNDINGS):
+    for seed in range(NUM_ROUNDINGS):
         for apart, _ in _compared(eager, run(rounded(tensors, seed))):
             moved[apart.name] = min(moved.get(apart.name, math.inf), apart.relative)
     return moved

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,19 +48,6 @@ def tolerance_of(tensor: Tensor | None, coarsest: float) -> float:
     """Returns a tensor's tolerance: 0 for whole numbers, else the larger of `coarsest` and its type's."""
     own = None if tensor is None else _TOLERANCES.get(tensor.dtype)
     return 0.0 if own is None else max(own, coarsest)
-
-
-def rounded(tensors: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """Returns the tensors with each entry moved up or down at random by the rounding of its type."""
-    generator = torch.Generator().manual_seed(seed)
-    return {name: _rounded(tensor, generator) for name, tensor in tensors.items()}
-
-
-def _rounded(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    if tensor.dtype not in _TOLERANCES:
-        return tensor
-    up = torch.randint(2, tensor.shape, generator=generator, device="cpu").to(tensor) * 2 - 1
-    return tensor * (1 + torch.finfo(tensor.dtype).eps * up)
 
 
 def largest_of(tensor: Tensor) -> float:
