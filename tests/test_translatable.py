@@ -59,6 +59,20 @@ def _mixed_waves(h: Tensor) -> Tensor:
     return torch.fft.irfft2(kept.bmm(others.mT), s=(4, 8)).square()
 
 
+def _masked_waves(h: Tensor) -> Tensor:
+    """A sound without its lowest waves, as those that separate sources make it."""
+    spectrum = torch.stft(h.flatten(1), 16, 4, window=torch.hann_window(16), return_complex=True)
+    spectrum = F.pad(spectrum * spectrum.abs().sigmoid(), (0, 0, 0, 0))
+    spectrum = spectrum.index_fill(1, torch.tensor(0), 0.5)
+    return torch.istft(spectrum, 16, 4, window=torch.hann_window(16), length=44)
+
+
+def _products(h: Tensor) -> Tensor:
+    waves = torch.fft.rfft(h[:, 0])
+    outer = waves[:, None, 1:] * waves.unsqueeze(-1)
+    return torch.view_as_real(outer + waves[:, :1, None].expand(-1, 5, 4)).tanh()
+
+
 def _by_row(loss: Callable[..., Tensor], h: Tensor, **options: object) -> Tensor:
     """Weighed by a mask, as a loss of tokens is."""
     targets = (h[..., 0].detach() > 0).long() + (h[..., 1].detach() > 0).long()
@@ -79,8 +93,12 @@ FUNCTIONS: list[Callable[[Tensor], Tensor]] = [
     lambda h: torch.cdist(h, h + 1, p=float("inf")),
     lambda h: (torch.fft.rfft(h) / 4 + 0.5).abs(),
     lambda h: torch.view_as_real(1 - 3 * torch.fft.rfft(h).conj()).tanh(),
+    lambda h: torch.view_as_real(h.exp() * (h.cos() + 1j * h.sin())).tanh(),
+    lambda h: torch.view_as_real(torch.exp(h * 2j) * (h - (1 + 2j))).tanh(),
     _waves,
     _mixed_waves,
+    _masked_waves,
+    _products,
     lambda h: torch.view_as_real(torch.fft.rfft(h).mul(0.5).conj().sub(2, alpha=3)).tanh(),
     lambda h: torch.kthvalue(h, 3, dim=-1).values,
     lambda h: h.kthvalue(2, 1, True).indices.float() * h,
@@ -90,6 +108,7 @@ FUNCTIONS: list[Callable[[Tensor], Tensor]] = [
     lambda h: torch.searchsorted(ROWS, h.detach()).float() * h,
     lambda h: torch.searchsorted(h.detach().sort(-1).values, h.detach(), right=True).float() * h,
     lambda h: torch.isin(h.detach().round(), torch.tensor([0.0, 1.0])).float() * h,
+    lambda h: torch.sort(h, dim=1, stable=False).values * h.argsort(descending=True, stable=False),
     lambda h: h.cumprod(-1),
     lambda h: h.detach().round().long().cumprod(1).float() * h,
     lambda h: h.cummax(-1).values,

@@ -7,7 +7,7 @@ takes, and goes through all operators of its dispatcher for each namespace, whic
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -50,7 +50,9 @@ def operators_listed_once() -> Iterator[None]:
 
 def own_translations() -> dict[Any, Callable[..., Any]]:
     """Returns translations that stand in for torch's own."""
-    return {torch.ops.aten.scalar_tensor.default: _scalar_tensor, **grouped_translations()}
+    aten = torch.ops.aten
+    puts = {target.default: _index_put for target in (aten.index_put, aten._unsafe_index_put)}
+    return {aten.scalar_tensor.default: _scalar_tensor, **puts, **grouped_translations()}
 
 
 def _scalar_tensor(
@@ -63,3 +65,17 @@ def _scalar_tensor(
     if isinstance(s, int | float | bool):
         return op.Constant(value=ir.tensor(s, dtype=ir.DataType(dtype)))
     return op.Cast(s, to=dtype)
+
+
+def _index_put(self: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
+    """Makes int32 places int64, which ONNX's ScatterND asks for; torch.istft has them within."""
+    import onnx_ir as ir
+    from onnxscript import opset18 as op
+    from onnxscript.function_libs.torch_lib.ops import core
+
+    places = list(indices)
+    for at, index in enumerate(indices):
+        if index is not None and index.dtype is ir.DataType.INT32:
+            places[at] = op.Cast(index, to=ir.DataType.INT64)
+            places[at].shape, places[at].dtype = index.shape, ir.DataType.INT64  # by which it is translated
+    return core.aten_index_put(self, places, values, accumulate)

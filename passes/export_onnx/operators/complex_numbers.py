@@ -6,16 +6,19 @@ The exporter has complex tensors as pairs of numbers in a last dimension, and lo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 
 def _times(self: Any, other: Any, *, out: Tensor | None = None) -> Any:
     if not isinstance(self, Tensor):
         self, other = other, self
+    if out is None and _are_real_and_complex(self, other):
+        return _of_parts(self * other.real, self * other.imag, other)
     if out is not None or not _are_complex_and_real(self, other):
         return NotImplemented
     return torch.view_as_complex(_parts(self) * other)
@@ -30,6 +33,8 @@ def divided_by_number(self: Any, other: Any, *, out: Tensor | None = None) -> An
 def _plus(self: Any, other: Any, *, alpha: float = 1, out: Tensor | None = None) -> Any:
     if not isinstance(self, Tensor):
         self, other = other, self
+    if out is None and _are_real_and_complex(self, other) and alpha == 1:
+        return _of_parts(self + other.real, torch.full_like(self, other.imag), other)
     if out is not None or not _are_complex_and_real(self, other):
         return NotImplemented
     parts = _parts(self)
@@ -88,6 +93,48 @@ def _exponential(self: Any = None, **named: Any) -> Any:
     return torch.view_as_complex(torch.stack([angle.cos(), angle.sin()], -1) * real.exp().unsqueeze(-1))
 
 
+def _padded(
+    input: Any,  # noqa: A002 - as torch calls it
+    pad: Sequence[int],
+    mode: str = "constant",
+    value: Any = None,
+) -> Any:
+    if not isinstance(input, Tensor) or not input.is_complex() or mode != "constant" or value:
+        return NotImplemented
+    return torch.view_as_complex(functional.pad(_parts(input), (0, 0, *pad)))
+
+
+def _filled_at(self: Tensor, dim: int, index: Tensor, value: Any) -> Any:
+    if not self.is_complex() or not isinstance(value, int | float):
+        return NotImplemented
+    real, imaginary = _two_parts(self)
+    filled = real.index_fill(dim, index, value), imaginary.index_fill(dim, index, 0)
+    return torch.view_as_complex(torch.stack(filled, -1))
+
+
+def _unsqueezed(self: Tensor, dim: int) -> Any:
+    if not self.is_complex():
+        return NotImplemented
+    return torch.view_as_complex(_parts(self).unsqueeze(dim if dim >= 0 else dim - 1))
+
+
+def _expanded(self: Tensor, *size: Any) -> Any:
+    if not self.is_complex():
+        return NotImplemented
+    sizes = size[0] if len(size) == 1 and isinstance(size[0], list | tuple) else size
+    return torch.view_as_complex(_parts(self).expand(*sizes, 2))
+
+
+def _subscript(self: Tensor, index: Any) -> Any:
+    """The exporter knows no new dimension of complex tensors."""
+    places = index if isinstance(index, tuple) else (index,)
+    if not self.is_complex() or None not in [place for place in places if not isinstance(place, Tensor)]:
+        return NotImplemented
+    if not all(place is None or isinstance(place, int | slice) for place in places):
+        return NotImplemented
+    return torch.view_as_complex(_parts(self)[places])
+
+
 def _zeros(*size: Any, dtype: torch.dtype | None = None, device: Any = None, **others: Any) -> Any:
     """The exporter makes real zeros of them."""
     if dtype is None or not dtype.is_complex or others:
@@ -104,6 +151,16 @@ def _zeros_like(self: Tensor, *, dtype: torch.dtype | None = None, **others: Any
     return _zeros(*self.shape, dtype=dtype or self.dtype, **{"device": self.device} | others)
 
 
+def _are_real_and_complex(tensor: Any, number: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.is_floating_point() and isinstance(number, complex)
+
+
+def _of_parts(real: Tensor, imaginary: Tensor, number: complex) -> Tensor:
+    """Returns a complex tensor of the type that the parts have beside a complex number."""
+    dtype = torch.result_type(real, number).to_real()
+    return torch.view_as_complex(torch.stack([real.to(dtype), imaginary.to(dtype)], -1))
+
+
 def _are_complex_and_real(tensor: Any, number: Any) -> bool:
     return isinstance(tensor, Tensor) and tensor.dtype.is_complex and isinstance(number, int | float)
 
@@ -118,6 +175,7 @@ def _parts(tensor: Tensor) -> Tensor:
 
 BY_NAME: Mapping[str, Callable[..., Any]] = {
     "__add__": _plus,
+    "__getitem__": _subscript,
     "__matmul__": _matrix_product,
     "__mul__": _times,
     "__radd__": _plus,
@@ -129,14 +187,18 @@ BY_NAME: Mapping[str, Callable[..., Any]] = {
     "bmm": _matrix_product,
     "einsum": _contracted,
     "exp": _exponential,
+    "expand": _expanded,
+    "index_fill": _filled_at,
     "matmul": _matrix_product,
     "mm": _matrix_product,
     "new_zeros": _new_zeros,
+    "pad": _padded,
     "mul": _times,
     "multiply": _times,
     "sub": _minus,
     "subtract": _minus,
     "true_divide": divided_by_number,
+    "unsqueeze": _unsqueezed,
     "zeros": _zeros,
     "zeros_like": _zeros_like,
 }

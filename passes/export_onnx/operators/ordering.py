@@ -79,13 +79,13 @@ def _sort(
     self: Tensor, dim: int = -1, descending: bool = False, *, stable: bool | None = None, **more: Any
 ) -> Any:
     """ONNX's TopK keeps the order of equal values, so that a plain sort is stable."""
-    return NotImplemented if more or not stable else torch.sort(self, dim, descending)
+    return NotImplemented if more or stable is None else torch.sort(self, dim, descending)
 
 
 def _argsort(
-    self: Tensor, dim: int = -1, descending: bool = False, *, stable: bool = False, **more: Any
+    self: Tensor, dim: int = -1, descending: bool = False, *, stable: bool | None = None, **more: Any
 ) -> Any:
-    return NotImplemented if more or not stable else torch.sort(self, dim, descending)[1]
+    return NotImplemented if more or stable is None else torch.sort(self, dim, descending)[1]
 
 
 def _scatter_reduce(
