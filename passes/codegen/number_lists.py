@@ -22,8 +22,10 @@ def number_lists(items: Sequence[fx.Node | Scope]) -> dict[fx.Node, list[fx.Node
     """Returns the numbers of each list by the unbind that makes it: every part is only read as a number."""
     found: dict[fx.Node, list[fx.Node]] = {}
     here = {item for item in items if isinstance(item, fx.Node)}
-    for node in here:
-        if node.target is torch.ops.aten.unbind.int and node.args[1:] in ((), (0,)) and not node.kwargs:
+    for node in items:
+        if isinstance(node, Scope) or node.target is not torch.ops.aten.unbind.int:
+            continue
+        if node.args[1:] in ((), (0,)) and not node.kwargs:
             numbers = _numbers_of(node, here)
             if len(numbers) == len(node.meta["val"]) > 1:
                 found[node] = [numbers[place] for place in sorted(numbers)]

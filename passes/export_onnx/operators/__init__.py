@@ -3,7 +3,7 @@
     translatable    the table of all of them, and those without a module of their own
     ordering        bounds, extremes of a whole tensor, stable sorts, copysign
     division        floor division and remainder of floats
-    complex_numbers sums, products and quotients of a complex tensor and a real number
+    complex_numbers computations of complex tensors, part by part
     integers        division and shifts of integers
     concat          stacking tensors of several types
     values          powers by numbers that are computed themselves

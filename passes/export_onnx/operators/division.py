@@ -5,7 +5,7 @@ The exporter writes the floor of the quotient instead. In float32 0.3 / 0.1 is 3
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ def _div(self: Any, other: Any, *, rounding_mode: str | None = None, out: Tensor
 
 
 def _floor_divided(self: Any, other: Any, *, out: Tensor | None = None) -> Any:
-    self, other = known_or_tensor(self), known_or_tensor(other)
+    self, other = _known(self, other)
     if out is not None or not all(isinstance(each, Tensor | float | int) for each in (self, other)):
         return NotImplemented
     if not _are_of_floats(self, other):  # the exporter takes the number of `7 // x` for a tensor
@@ -42,13 +42,19 @@ def _floor_divided(self: Any, other: Any, *, out: Tensor | None = None) -> Any:
 
 
 def _remainder(self: Any, other: Any, *, out: Tensor | None = None) -> Any:
-    self, other = known_or_tensor(self), known_or_tensor(other)
+    self, other = _known(self, other)
     if out is not None or not _are_of_floats(self, other):
         return NotImplemented
     dtype = torch.result_type(self, other)
     self, other = _wide(*as_tensors(self, other))
     left, is_across = _left(self, other)
     return torch.where(is_across, left + other, left).to(dtype)
+
+
+def _known(*operands: Any) -> Sequence[Any]:
+    """Returns the operands, computed numbers beside a tensor of floats as tensors."""
+    has_floats = any(isinstance(each, Tensor) and each.dtype in _FLOATS for each in operands)
+    return [*map(known_or_tensor, operands)] if has_floats else operands
 
 
 def _wide(*operands: Any) -> Iterator[Tensor]:
