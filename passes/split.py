@@ -14,6 +14,7 @@ from pd2bw_fx.arguments import require_choice, with_known_options
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.costs import Costs, MemoryModel
+from pd2bw_fx.errors import InputError
 from pd2bw_fx.modes import asking_for_mode, has_one_mode
 from pd2bw_fx.pipeline import Pipeline
 from pd2bw_fx.plan import Plan, Progress
@@ -185,9 +186,15 @@ def _check(pipeline: Pipeline, known: ProfiledModel, check: bool | str, *, is_ne
     if example is not None and is_new:
         _tell_of_own_ways(pipeline)
     if example is not None and check == "full":
-        other = another_example(known.graph, example)
-        with blaming_the_model(known.graph.model_name, known.reference, other, **_OF_A_FULL_CHECK):
-            pipeline.verify(example=other)
+        try:
+            _check_on(pipeline, known, another_example(known.graph, example))
+        except InputError:  # the model does not take all values everywhere
+            _check_on(pipeline, known, another_example(known.graph, example, by_column=True))
+
+
+def _check_on(pipeline: Pipeline, known: ProfiledModel, other: Mapping[str, Tensor]) -> None:
+    with blaming_the_model(known.graph.model_name, known.reference, other, **_OF_A_FULL_CHECK):
+        pipeline.verify(example=other)
 
 
 def _tell_of_the_meta_device(pipeline: Pipeline) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pd2bw_fx import Constraints, InputError, split
+from pd2bw_fx import Constraints, split
 
 
 def _source(
@@ -133,13 +133,7 @@ def test_bags_of_embeddings(tmp_path: Path, has_offsets: bool) -> None:
     torch.manual_seed(0)
     words = torch.randint(0, 10, (12,) if has_offsets else (4, 3))
     offsets = (torch.tensor([0, 2, 2, 7]),) if has_offsets else ()
-    if has_offsets:
-        with pytest.raises(
-            InputError, match=r"(?s)check='full' makes up.*offsets\[0\] has to be 0.*check='fast'"
-        ):
-            _source(Bags(), (words, *offsets))
-    check = "fast" if has_offsets else "full"
-    source = _source(Bags(), (words, *offsets), tmp_path, check=check)
+    source = _source(Bags(), (words, *offsets), tmp_path)
     assert 'self.bag = nn.EmbeddingBag(10, 8, mode="sum")' in source
     assert f"self.bag(words{', offsets' * has_offsets})" in source
 

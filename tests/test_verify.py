@@ -331,3 +331,41 @@ def test_a_model_that_draws_more_than_its_stages_is_told_to_be_called_before() -
         pd2bw_fx.split(model, x, cluster=1, costs="analytic")
     model(x)
     assert pd2bw_fx.split(model, x, cluster=1, costs="analytic").verify().exact
+
+
+class Table(nn.Module):
+    """Its rows have a category, and two numbers that are no category."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.category, self.head = nn.Embedding(3, 4), nn.Linear(6, 1)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        known = self.category(rows[:, 0].long())
+        return self.head(torch.cat([known, rows[:, 1:]], 1))  # type: ignore[no-any-return]
+
+
+def test_columns_of_a_table_keep_their_own_values_in_a_full_check() -> None:
+    rows = torch.cat([torch.arange(6.0).remainder(3)[:, None], torch.randn(6, 2) * 9], 1)
+
+    pipe = pd2bw_fx.split(Table(), rows, cluster=2, costs="analytic", check="full")
+
+    assert pipe.graph.batch_symbol is not None
+
+
+class Totals(nn.Module):
+    """Looks up sums over the batch, which are too large for other batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.totals, self.head = nn.Embedding(10, 8), nn.Linear(8, 4)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.totals(words.sum(0))).square().mean()  # type: ignore[no-any-return]
+
+
+def test_a_model_that_takes_nothing_that_a_full_check_makes_up_is_told_of_the_other_one() -> None:
+    words = torch.full((4, 3), 2)
+
+    with pytest.raises(InputError, match=r"(?s)check='full' makes up.*index out of range.*check='fast'"):
+        pd2bw_fx.split(Totals(), words, cluster=2, costs="analytic", check="full")

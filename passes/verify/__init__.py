@@ -175,13 +175,16 @@ def _require_no_seed_of_its_own(
         )
 
 
-def another_example(graph: OperatorGraph, example: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def another_example(
+    graph: OperatorGraph, example: Mapping[str, Tensor], *, by_column: bool = False
+) -> dict[str, Tensor]:
     """Returns inputs of other values and, in every open dimension, of another size; the same every time.
 
     Values are drawn from each input's own, so that tokens stay tokens. An input of 0 and 1 alone is a mask
     and keeps its values. An open batch is one step larger, or smaller if the program allows no more; an open
-    length is one shorter, since a model may bound it. On a GPU values stay in their place within a sample:
-    columns have ranges of their own, and an index out of range ends all that the process does there.
+    length is one shorter, since a model may bound it. With `by_column` values stay in their place within a
+    sample, since columns of a table have ranges of their own. On a GPU they always do: an index out of range
+    ends all that the process does there.
     """
     generator = torch.Generator().manual_seed(0)
     firsts = Counter(tensor.shape[:1] for tensor in example.values() if tensor.dim())
@@ -189,7 +192,7 @@ def another_example(graph: OperatorGraph, example: Mapping[str, Tensor]) -> dict
     found: dict[str, Tensor] = {}
     for name, tensor in example.items():
         other = _of_another_size(graph, graph.inputs[name].shape, tensor)
-        if tensor.device.type == "cpu":
+        if tensor.device.type == "cpu" and not by_column:
             found[name] = _drawn(other, generator)
         else:
             found[name] = _drawn_by_column(other, generator) if tensor.shape[:1] == batch else other.clone()
