@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import operator
+
+import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import pd2bw_fx
+from pd2bw_fx.passes.codegen.number_lists import number_lists, sums_of
 
 
 def source_of(model: nn.Module, *example: Tensor) -> str:
@@ -35,6 +39,7 @@ def test_numbers_are_a_list_and_their_sum_is_one() -> None:
         assert "sizes = sizes.tolist()" in source
         assert "rows = x[: sum(sizes)].split(sizes)" in source
         assert ".item()" not in source
+        assert "u0" not in source[source.index("class Counted") :]
 
 
 class Named(nn.Module):
@@ -45,30 +50,43 @@ class Named(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         low, middle, high = self.factors.tolist()
-        return self.layer(x * low + middle) * (low + middle + high)  # type: ignore[no-any-return]
+        return self.layer(x * low + middle) * high  # type: ignore[no-any-return]
 
 
 def test_numbers_have_the_names_that_the_author_gives_them() -> None:
     source = source_of(Named(), torch.randn(8, 4))
 
     assert "low, middle, high = self.factors.tolist()" in source
-    assert "(low + middle + high)" in source
+    assert "self.layer(x * low + middle) * high" in source
 
 
-class Summed(Named):
-    def __init__(self, *, is_reversed: bool) -> None:
-        super().__init__()
-        self.is_reversed = is_reversed
+def traced_sum(order: tuple[int, ...], number: float) -> list[fx.Node]:
+    """The operators of `numbers = x.tolist()` and `numbers[order[0]] + numbers[order[1]] ..`"""
+    graph = fx.Graph()
+    parts = graph.call_function(torch.ops.aten.unbind.int, (graph.placeholder("x"),))
+    parts.meta["val"] = [torch.empty(())] * len(order)
+    numbers = []
+    for place in range(len(order)):
+        part = graph.call_function(operator.getitem, (parts, place))
+        numbers.append(graph.call_function(torch.ops.aten.item.default, (part,)))
+        numbers[-1].meta["val"] = number
+    total = numbers[order[0]]
+    for place in order[1:]:
+        total = graph.call_function(operator.add, (total, numbers[place]))
+    graph.output(total)
+    return list(graph.nodes)[1:-1]
 
-    def forward(self, x: Tensor) -> Tensor:
-        numbers = self.factors.tolist()
-        total = numbers[2] + numbers[1] + numbers[0] if self.is_reversed else sum(numbers)
-        return self.layer(x) * total  # type: ignore[no-any-return]
 
+@pytest.mark.parametrize(
+    ("order", "number", "is_sum"),
+    [((0, 1, 2), 1.5, True), ((2, 1, 0), 1.5, False), ((0, 2, 1), 2, True), ((0, 1, 1), 2, False)],
+)
+def test_a_sum_of_floats_keeps_its_order(order: tuple[int, ...], number: float, *, is_sum: bool) -> None:
+    nodes = traced_sum(order, number)
 
-def test_a_sum_of_floats_keeps_its_order() -> None:
-    assert "total = sum(numbers)" in source_of(Summed(is_reversed=False), torch.randn(8, 4))
-    assert "numbers[2] + numbers[1] + numbers[0]" in source_of(Summed(is_reversed=True), torch.randn(8, 4))
+    sums = sums_of(number_lists(nodes), nodes)
+
+    assert list(sums) == (nodes[-1:] if is_sum else [])
 
 
 class Read(Named):

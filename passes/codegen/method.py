@@ -24,7 +24,7 @@ from .part_writes import PartWrite
 from .parts import name_of_list, names_of_parts
 from .put_away import list_with
 from .scopes import Scope, walk
-from .sizes import Sizes
+from .sizes import Sizes, said_of
 from .spell import spell
 from .stage_tree import DEVICE, StageTree
 from .written import LONGEST_FOLDED, Method, Statement, reference
@@ -373,7 +373,7 @@ class _Draft:
             return place, ()
         shape = self.body.tree.shape(results[0])
         before = [self.body.tree.shape(node) for node in self.folding.operands_of(item)]
-        return place, () if before and before[0] == shape else shape
+        return place, () if before and before[0] == shape else tuple(map(said_of, shape))
 
 
 def _annotation(node: fx.Node) -> str:

@@ -24,7 +24,12 @@ from .literals import identifier
 from .local_names import LocalNames
 
 _OFTEN = 3  # a size that is written so often gets a name
-_OF_A_TRACER = re.compile(r"[su]\d+")  # a tracer's own word for a size says nothing
+_OF_A_TRACER = re.compile(r"\b[su]\d+\b")  # a tracer's own word for a size says nothing
+
+
+def said_of(size: int | str) -> int | str:
+    """Returns a size as comments have it: "?" for one that depends on values."""
+    return "?" if isinstance(size, str) and _OF_A_TRACER.search(size) else size
 
 
 class Sizes:
