@@ -58,9 +58,9 @@ def compare_arrays(
 ) -> dict[str, float]:
     """Returns the largest difference for each name of `expected`, relative to the tensor's largest entry.
 
-    `behind` is the coarsest type that a value was computed from: it is no more exact than that. A larger one
-    may be rounding where it is small beside the largest entry of all: `rounding` is then asked how far
-    roundings move each of them, unless a `tolerance` is given.
+    `behind` is the coarsest type that a value was computed from: it is no more exact than that. Without a
+    `tolerance`, a larger difference may be rounding if it is faint beside the largest entry of all: then
+    `rounding` is asked how far roundings may move each of them.
     Raises ExportError at the first one out of tolerance; `what` describes each name for the message.
     """
     differences = {}
@@ -69,9 +69,9 @@ def compare_arrays(
         allowed = _TOLERANCES.get(array.dtype.name, 0.0) if tolerance is None else tolerance
         if tolerance is None and allowed:
             allowed = max(allowed, _TOLERANCES.get((behind or {}).get(name, ""), 0.0))
-        is_faint = difference.absolute <= allowed * _largest_of(expected)
-        if not difference.relative <= allowed and is_faint and tolerance is None and rounding is not None:
-            allowed = max(allowed, rounding().get(name, 0.0))
+        if not difference.relative <= allowed and tolerance is None and rounding is not None:
+            is_faint = difference.absolute <= allowed * _largest_of(expected)
+            allowed = max(allowed, rounding().get(name, 0.0)) if is_faint else allowed
         if not difference.relative <= allowed:
             raise ExportError(
                 f"{what[name]} by {difference.absolute:.3g} ({difference.relative:.3g} of its largest entry) "
