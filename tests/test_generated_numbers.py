@@ -60,6 +60,25 @@ def test_numbers_have_the_names_that_the_author_gives_them() -> None:
     assert "self.layer(x * low + middle) * high" in source
 
 
+class InTwo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_low = x[:, 0] < 0
+        low, high = torch.stack([is_low.sum(), (~is_low).sum()]).tolist()
+        rows = x[: low + high].split([low, high])
+        return torch.cat([self.first(rows[0]), self.second(rows[1])])
+
+
+def test_a_sum_of_numbers_with_names_is_of_the_names() -> None:
+    source = source_of(InTwo(), torch.randn(8, 4))
+
+    assert "low, high = torch.stack(" in source
+    assert "x[: low + high].split([low, high])" in source
+
+
 def traced_sum(order: tuple[int, ...], number: float) -> list[fx.Node]:
     """The operators of `numbers = x.tolist()` and `numbers[order[0]] + numbers[order[1]] ..`"""
     graph = fx.Graph()

@@ -305,3 +305,30 @@ def test_calls_are_compared_by_the_largest_entry() -> None:
     assert _is_same_result(first, first + torch.tensor([0.0, 1e-7, 0.0, 0.0]))
     assert not _is_same_result(first, first + torch.tensor([0.0, 1e-5, 0.0, 0.0]))
     assert not _is_same_result(torch.tensor([1, 2]), torch.tensor([1, 3]))
+
+
+class Measured(nn.Module):
+    """Notes the sizes that it has seen, as the blocks of many image models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.height, self.width = x.shape[1], 1
+        self.dropout.p = 0.2
+        return self.dropout(self.linear(x)).relu()  # type: ignore[no-any-return]
+
+
+def test_what_many_modules_change_is_told_in_one_line() -> None:
+    model = nn.Sequential(Measured(), Measured(), Measured())
+    pipe = pd2bw_fx.split(model, torch.randn(4, 8), cluster=2, costs="analytic")
+    notes = pipe.trace_report.notes  # type: ignore[union-attr]
+
+    assert [note for note in notes if "forward" in note] == [
+        "attribute 0.dropout.p (0.1 before the forward, 0.2 after) and 2 more: the stages have them as they "
+        "are after the forward",
+        "attribute 0.height (None before the forward, 8 after) and 5 more are not in the stages, and the "
+        "trace is the same after other calls",
+    ]

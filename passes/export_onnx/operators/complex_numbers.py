@@ -128,9 +128,8 @@ def _expanded(self: Tensor, *size: Any) -> Any:
 def _subscript(self: Tensor, index: Any) -> Any:
     """The exporter knows no new dimension of complex tensors."""
     places = index if isinstance(index, tuple) else (index,)
-    if not self.is_complex() or None not in [place for place in places if not isinstance(place, Tensor)]:
-        return NotImplemented
-    if not all(place is None or isinstance(place, int | slice) for place in places):
+    are_basic = all(place is None or isinstance(place, int | slice) for place in places)
+    if not self.is_complex() or not are_basic or None not in places:
         return NotImplemented
     return torch.view_as_complex(_parts(self)[places])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Hashable, Sequence
 from enum import Enum, auto
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,14 +26,15 @@ class OpenSizes(Enum):
 
 
 def what_is_traced(cls: Any, args: Sequence[Any], open_sizes: OpenSizes) -> Hashable | None:
-    """Returns what is equal for calls whose traces are equal; None where an argument is not known so well."""
+    """Returns what is equal for calls whose traces are equal; None where something is not known so well."""
     tensors = [value for value in args if isinstance(value, Tensor)]
     others = [None if isinstance(value, Tensor) else value for value in args]
     extents = [extent for tensor in tensors for extent in tensor.shape]
-    if not all(map(_is_plain, others)) or any(hint_of(extent) is None for extent in extents):
+    read = _read_by(cls)
+    if read is None or not all(map(_is_plain, others)) or any(hint_of(extent) is None for extent in extents):
         return None
     kinds = [(t.dtype, t.device, t.requires_grad, t.dim(), tuple(order_in_memory(t))) for t in tensors]
-    return cls, open_sizes, repr(others), tuple(kinds), _sizes(extents, open_sizes), _read_by(cls)
+    return cls, open_sizes, repr(others), tuple(kinds), _sizes(extents, open_sizes), read
 
 
 def hint_of(size: Any) -> Any:
@@ -57,15 +59,22 @@ def _sizes(extents: Sequence[Any], open_sizes: OpenSizes) -> tuple[Any, ...]:
     return tuple(hints)
 
 
-def _read_by(cls: Any) -> tuple[tuple[str, str], ...]:
-    """Returns the plain values that its methods may read off the class and off their files."""
+def _read_by(cls: Any) -> tuple[tuple[str, str], ...] | None:
+    """Returns the plain values that its methods read off the class, their file and the function around them.
+
+    None where they read an object there, which may be another one in each call.
+    """
     found: dict[str, str] = {}
     for method in map(inspect.unwrap, (cls.forward, cls.backward, cls.setup_context)):
-        names: Sequence[str] = getattr(getattr(method, "__code__", None), "co_names", ())
-        for name in names:
-            held: Any = getattr(cls, name, getattr(method, "__globals__", {}).get(name))
-            if held is not None and _is_plain(held):
-                found[name] = repr(held)
+        if not inspect.isfunction(method):
+            return None
+        read = inspect.getclosurevars(method)
+        own = {name: getattr(cls, name) for name in method.__code__.co_names if hasattr(cls, name)}
+        for name, value in {**read.globals, **read.nonlocals, **own}.items():
+            if _is_plain(value):
+                found[name] = repr(value)
+            elif not callable(value) and not isinstance(value, ModuleType):
+                return None
     return tuple(sorted(found.items()))
 
 
