@@ -69,7 +69,8 @@ def _read_by(cls: Any) -> tuple[tuple[str, str], ...] | None:
         if not inspect.isfunction(method):
             return None
         read = inspect.getclosurevars(method)
-        own = {name: getattr(cls, name) for name in method.__code__.co_names if hasattr(cls, name)}
+        names = [name for name in method.__code__.co_names if not hasattr(torch.autograd.Function, name)]
+        own = {name: getattr(cls, name) for name in names if hasattr(cls, name)}
         for name, value in {**read.globals, **read.nonlocals, **own}.items():
             if _is_plain(value):
                 found[name] = repr(value)
