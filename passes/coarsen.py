@@ -10,6 +10,8 @@
 4. An operator that no output depends on (a draw kept for the draws after it, a count of batches) stays with
    the last operator that it reads, or with the next one: a stage of such operators alone gives nothing.
 5. Blocks that depend on one another in a cycle are one block.
+6. A parameter or buffer that no operator reads stays with the first operator that reads one with most modules
+   around both. It takes memory once, since it is not trained.
 
 Nothing else is joined: the planner has every cut that these rules allow.
 """
@@ -17,7 +19,7 @@ Nothing else is joined: the planner has every cut that these rules allow.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -58,9 +60,10 @@ def coarsen(graph: OperatorGraph, costs: Costs, cluster: Cluster) -> Problem:
     block_of = {name: operators[0] for operators in members for name in operators}
     copied = _copied(block_of, graph, members)
     saved_bytes = _saved_bytes(block_of, graph, costs, num_stages=len(cluster.devices))
+    kept = _unread_by_block(block_of, graph)
     blocks = tuple(
-        _block(operators, copied[operators[0]], saved_bytes[operators[0]], graph, costs, cluster)
-        for operators in members
+        _block(names, copied[names[0]], saved_bytes[names[0]], kept[names[0]], graph, costs, cluster)
+        for names in members
     )
     return Problem(
         blocks=blocks,
@@ -219,10 +222,36 @@ def _saved_bytes(
     return saved_bytes
 
 
+def _unread_by_block(block_of: Mapping[str, str], graph: OperatorGraph) -> dict[str, list[str]]:
+    """Applies rule 6: returns what no operator reads by the block that it stays with."""
+    by_module = {
+        "": next(iter(block_of.values()))
+    }  # of each module, the first block that reads a tensor of it
+    for operator in graph.operators.values():
+        for name in (*operator.parameters, *operator.buffers) if operator.name in block_of else ():
+            for module in _modules_around(name):
+                by_module.setdefault(module, block_of[operator.name])
+    kept: dict[str, list[str]] = {block: [] for block in block_of.values()}
+    unread = graph.unread()
+    for name in (*graph.parameters, *graph.buffers):
+        if name in unread:
+            innermost = next(module for module in _modules_around(name) if module in by_module)
+            kept[by_module[innermost]].append(name)
+    return kept
+
+
+def _modules_around(name: str) -> Iterator[str]:
+    """Yields the modules that a tensor is inside of, the innermost first, and "" for the model."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
 def _block(
     names: Sequence[str],
     copied: Sequence[str],
     saved_bytes: float,
+    unread: Sequence[str],
     graph: OperatorGraph,
     costs: Costs,
     cluster: Cluster,
@@ -242,7 +271,7 @@ def _block(
             sum(_on(device, cluster.devices[0], c.backward_s, c.backward_work) for c in own)
             for device in cluster.devices
         ),
-        parameters=tuple(dict.fromkeys(read)),
+        parameters=tuple(dict.fromkeys([*read, *unread])),
         saved_bytes=round(saved_bytes),
         workspace_bytes=max(cost.workspace_bytes for cost in own),
     )
@@ -276,9 +305,10 @@ def _values(placed: Sequence[Operator], block_of: Mapping[str, str], graph: Oper
 
 
 def _parameter_sizes(graph: OperatorGraph) -> dict[str, ParameterSize]:
+    unread = graph.unread()
     sizes = {
         name: ParameterSize(trainable_bytes=parameter.spec.num_bytes)
-        if parameter.trainable
+        if parameter.trainable and name not in unread
         else ParameterSize(frozen_bytes=parameter.spec.num_bytes)
         for name, parameter in graph.parameters.items()
     }

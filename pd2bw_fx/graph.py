@@ -182,6 +182,11 @@ class OperatorGraph:
                 readers[value].append(operator.name)
         return readers
 
+    def unread(self) -> frozenset[str]:
+        """Returns the parameters, buffers and constants that no operator reads. None of them is trained."""
+        read = {n for operator in self.operators.values() for n in (*operator.parameters, *operator.buffers)}
+        return frozenset((self.parameters.keys() | self.buffers.keys()) - read)
+
     def computed_from(self, inputs: Collection[str]) -> frozenset[str]:
         """Returns these inputs and the operators whose values depend on them, if only through a buffer."""
         found, written = set(inputs), set[str]()

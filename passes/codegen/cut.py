@@ -49,7 +49,7 @@ def cut(graph: OperatorGraph, plan: Plan) -> tuple[Cut, ...]:
     needed = [_needed(graph, nodes, stage_of, outputs_at[s], s) for s in range(plan.num_stages)]
     read = [_received(graph, nodes, stage_of, names, s) for s, names in enumerate(needed)]
     sent = _sent(plan, stage_of, read)
-    unread = _unread(graph, needed)
+    unread = _unread(graph, plan, needed)
     return tuple(
         _cut(graph, nodes, s, needed[s], sent, outputs_at[s], unread[s]) for s in range(plan.num_stages)
     )
@@ -73,11 +73,13 @@ def _sent(plan: Plan, stage_of: Mapping[str, int], read: Sequence[set[str]]) -> 
     return sent
 
 
-def _unread(graph: OperatorGraph, needed: Sequence[set[str]]) -> list[tuple[str, ...]]:
+def _unread(graph: OperatorGraph, plan: Plan, needed: Sequence[set[str]]) -> list[tuple[str, ...]]:
     """Returns, for each stage, the parameters and buffers that it holds though no operator reads them.
 
-    Each goes to the stage that reads a tensor with most modules around both.
+    Each goes to the stage that the plan counts it for; where the plan does not know it, to the one that reads
+    a tensor with most modules around both.
     """
+    planned = {name: stage.stage for stage in reversed(plan.stages) for name in stage.parameters}
     read = [
         {name for o in operators if o in graph.operators for name in _tensors_of(graph, o)}
         for operators in needed
@@ -86,7 +88,7 @@ def _unread(graph: OperatorGraph, needed: Sequence[set[str]]) -> list[tuple[str,
     for name in (*graph.parameters, *graph.buffers):
         if not any(name in names for names in read):
             depths = [max((_common_depth(name, other) for other in names), default=0) for names in read]
-            homes[depths.index(max(depths))].append(name)
+            homes[planned.get(name, depths.index(max(depths)))].append(name)
     return [tuple(names) for names in homes]
 
 

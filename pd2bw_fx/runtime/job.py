@@ -71,7 +71,8 @@ class Job:
     outputs: Mapping[str, TensorSpec]  # of the model, by name in its order
     of_batch: frozenset[str]  # the outputs that depend on an input with a dimension of the batch
     numbers: Mapping[int, tuple[str, ...]]  # by stage: outputs other than the loss that are one number
-    parameters: tuple[ParameterSpec, ...]  # of the whole model, as `buffers` are
+    # Of the whole model, as `buffers` are; one that no operator reads has no gradient and is not trained.
+    parameters: tuple[ParameterSpec, ...]
     buffers: tuple[ParameterSpec, ...]
     holders: Mapping[str, tuple[int, ...]]  # the ranks of each parameter that several ranks hold
     uses_vary: bool  # whether updates differ in which parameters have a gradient
@@ -258,7 +259,12 @@ def jobs(pipeline: Pipeline, work: Work) -> tuple[Job, ...]:
     returned = {port.model_output: port for p in programs for port in p.outputs}
     written = {name for operator in graph.operators.values() for name in operator.writes_buffers}
     written_parameters = frozenset(written & graph.parameters.keys())
-    unread, lines = unread_statistics(graph), authors_lines(graph)
+    statistics, lines = unread_statistics(graph), authors_lines(graph)
+    unread = graph.unread()
+    parameters = tuple(
+        replace(spec, trainable=spec.trainable and spec.name not in unread)
+        for spec in graph.parameters.values()
+    )
     held, report = pipeline.tensors(), pipeline.trace_report
     require_values(graph, held)
     from_batch = graph.computed_from([known.name for known in pipeline.batch_layout.inputs if known.batched])
@@ -283,14 +289,14 @@ def jobs(pipeline: Pipeline, work: Work) -> tuple[Job, ...]:
                 outputs={output.name: returned[output.name].spec for output in graph.outputs},
                 of_batch=frozenset(output.name for output in graph.outputs if output.value in from_batch),
                 numbers=_numbers(programs, graph.loss),
-                parameters=tuple(graph.parameters.values()),
+                parameters=parameters,
                 buffers=tuple(graph.buffers.values()),
                 holders=_holders(programs, stages_of, ranks),
                 uses_vary=any(uses_vary(program.source) for program in programs),
                 evaluation="" if report is None else report.evaluation,
                 training_writes=frozenset() if report is None else frozenset(report.training_writes),
                 written_parameters=written_parameters,
-                unread_statistics=unread,
+                unread_statistics=statistics,
                 authors_lines=lines,
             )
         )
