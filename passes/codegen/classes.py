@@ -243,7 +243,7 @@ class _Writer:
             body = [
                 _common([body[line] for body in bodies], words, family) for line in range(len(method.body))
             ]
-            entries = rolled_up(body, first.attributes)
+            entries = rolled_up(body, first.attributes, method.arguments)
             lines += written(entries, first.attributes, 8)
         paths = [draft.path for draft in family.members]
         return ClassText(family.name, first.attributes.base, tuple(lines), paths, first.whole, first.origin)

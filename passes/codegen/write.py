@@ -185,7 +185,7 @@ class StageWriter:
         self._write_inner(scope, attributes)
         base = f"make_{scope.function}" if scope.call is None else identifier(scope.function or "")
         method = self._helper(scope, base)
-        body = tuple(written(rolled_up(method.body, attributes), attributes, 4))
+        body = tuple(written(rolled_up(method.body, attributes, method.arguments), attributes, 4))
         others = {MAIN, *self.tree.function_names}
         while True:
             name = free_name(base, others)

@@ -169,11 +169,11 @@ def without_number(name: str) -> str:
     return name if plain == name else identifier(plain)
 
 
-def with_plain_names(body: Sequence[Entry]) -> list[Entry]:
-    """Renames out_6 to out where the body has no other out any more."""
+def with_plain_names(body: Sequence[Entry], arguments: Sequence[str]) -> list[Entry]:
+    """Renames out_6 to out where the body has no other out any more, and it is no argument."""
     whole = line_of("\n".join(map(entry_text, body)), is_loop=True)
-    taken = whole.names
-    names: dict[str, str] = {}
+    taken = {*whole.names, *arguments}
+    names: dict[str, str] = {argument: argument for argument in arguments}
     for name in whole.assigned:
         plain = without_number(name)
         if name not in names and plain not in taken:

@@ -32,13 +32,13 @@ _SUM_OF_AUTHORS = re.compile(r"(\w+) = (.+) \+ 0")
 _SUM_FROM_ZERO = re.compile(r"(\w+) = (0|0\.0) \+ (.+)")
 
 
-def rolled_up(body: Sequence[Statement], attributes: Attributes) -> list[Entry]:
-    """Returns the body with loops in place of what repeats."""
+def rolled_up(body: Sequence[Statement], attributes: Attributes, arguments: Sequence[str]) -> list[Entry]:
+    """Returns the body of a function of these arguments with loops in place of what repeats."""
     body = with_sums(body, attributes)
-    found = in_rounds(rolled(body, attributes), attributes)
+    found = in_rounds(rolled(body, attributes), attributes, arguments)
     zeros, rest = _taken_apart(body)
     if len(zeros) + len(rest) > len(body):
-        entries = in_rounds(rolled([*zeros, *rest], attributes), attributes)
+        entries = in_rounds(rolled([*zeros, *rest], attributes), attributes, arguments)
         if sum(map(num_lines, entries)) <= sum(map(num_lines, found)):
             found = _each_where_it_is_needed(entries[: len(zeros)], entries[len(zeros) :])
     found = over_members(together(as_comprehensions(found, attributes)), attributes)

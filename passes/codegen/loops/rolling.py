@@ -42,7 +42,9 @@ _LEAST_SAVED = 1  # lines that a loop must save
 _MOST_FOR_A_BEGINNING = 2  # lines that a loop may take more to begin where the author's does
 
 
-def in_rounds(entries: Sequence[Entry], attributes: Attributes) -> list[Entry]:
+def in_rounds(
+    entries: Sequence[Entry], attributes: Attributes, arguments: Sequence[str] = ()
+) -> list[Entry]:
     """Rolls up the rounds in a body into loops, inner loops first."""
     resolved = list(resolved_entries(entries, attributes))
     rolled = _rolled_once(BodyLines([with_text(entry, with_zeros) for entry in resolved]))
@@ -50,7 +52,7 @@ def in_rounds(entries: Sequence[Entry], attributes: Attributes) -> list[Entry]:
         return resolved
     while (again := _rolled_once(BodyLines(rolled))) is not None:
         rolled = again
-    return with_plain_names([with_text(entry, without_zeros) for entry in rolled])
+    return with_plain_names([with_text(entry, without_zeros) for entry in rolled], arguments)
 
 
 def _rolled_once(body: BodyLines) -> list[Entry] | None:
