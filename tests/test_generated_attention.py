@@ -56,7 +56,7 @@ def test_attention_is_called_as_its_author_called_it(tmp_path: Path) -> None:
         "y, _ = self.own(out, out, out, need_weights=False)",
         "        for _ in range(3):\n            z, _ = self.own(y, y, y, need_weights=False)",
         "self.masked(turned, turned.tanh(), turned, attn_mask=self.mask)[0]",
-        "attn_mask=nn.Transformer.generate_square_subsequent_mask(4, device=x.device),",
+        "attn_mask=nn.Transformer.generate_square_subsequent_mask(4, device=y.device),",
         "self.split(y, shared, shared, average_attn_weights=False)",
     ):
         assert line in source, source

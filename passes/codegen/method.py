@@ -293,7 +293,9 @@ class _Draft:
     def _device(self) -> str:
         if DEVICE in self.body.symbols:
             return DEVICE
-        tensor = next((node for node in self.body.reads if not is_number(node)), None)
+        items, reads = self.body.items, self.body.reads
+        near = self.body.operands_of(items[self.position]) if self.position < len(items) else ()
+        tensor = next((n for n in (*near, *reads) if n in self.names.bound and not is_number(n)), None)
         if tensor is not None:
             return f"{self.names.bound[tensor]}.device"
         return self._device_without_inputs()
