@@ -3,7 +3,9 @@
     translatable    the table of all of them, and those without a module of their own
     ordering        bounds, extremes of a whole tensor, stable sorts, copysign
     division        floor division and remainder of floats
-    complex_numbers computations of complex tensors, part by part
+    complex_numbers sums, products and constants of complex tensors, part by part
+    complex_parts   what takes complex tensors apart or joins them
+    complex_functions powers, roots, logarithms and norms of complex tensors
     integers        division and shifts of integers
     concat          stacking tensors of several types
     values          powers by numbers that are computed themselves

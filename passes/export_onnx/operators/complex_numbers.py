@@ -1,4 +1,4 @@
-"""Computations of complex tensors, part by part: sums, products (also of matrices), exp, zeros and writes.
+"""Sums, products (also of matrices), exp, constants and writes of complex tensors, part by part.
 
 The exporter has complex tensors as pairs of numbers in a last dimension, and looks for one in the number too.
 """
@@ -62,8 +62,11 @@ def _put_into_places(self: Tensor, places: Any, value: Any) -> Any:
 
 def _contracted(equation: Any = None, *operands: Any, **named: Any) -> Any:
     factors = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
-    if named or not isinstance(equation, str) or len(factors) != 2:
+    if named or not isinstance(equation, str) or len(factors) not in (1, 2):
         return NotImplemented
+    if len(factors) == 1:
+        parts = two_parts(factors[0]) if factors[0].is_complex() else ()
+        return joined(*(torch.einsum(equation, part) for part in parts)) if parts else NotImplemented
     return _by_parts(functools.partial(torch.einsum, equation), *factors)
 
 
@@ -74,23 +77,43 @@ def _matrix_product(*factors: Any, **named: Any) -> Any:
 def _by_parts(product: Callable[[Tensor, Tensor], Tensor], first: Any, second: Any) -> Any:
     if not all(isinstance(factor, Tensor) and factor.is_complex() for factor in (first, second)):
         return NotImplemented
-    (real, imaginary), (other_real, other_imaginary) = _two_parts(first), _two_parts(second)
+    (real, imaginary), (other_real, other_imaginary) = two_parts(first), two_parts(second)
     parts = (
         product(real, other_real) - product(imaginary, other_imaginary),
         product(real, other_imaginary) + product(imaginary, other_real),
     )
-    return torch.view_as_complex(torch.stack(parts, -1))
+    return joined(*parts)
 
 
-def _two_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+def two_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Returns the real and the imaginary part."""
     return _parts(tensor).unbind(-1)
+
+
+def parts_of(operand: Any) -> tuple[Any, Any]:
+    """Returns the real and the imaginary part of a tensor or number."""
+    if not isinstance(operand, Tensor):
+        return complex(operand).real, complex(operand).imag
+    if operand.is_complex():
+        real, imaginary = two_parts(operand)
+        return real, imaginary
+    return operand, 0.0
+
+
+def joined(real: Tensor, imaginary: Tensor) -> Tensor:
+    dtype = torch.promote_types(real.dtype, imaginary.dtype)
+    return torch.view_as_complex(torch.stack([real.to(dtype), imaginary.to(dtype)], -1))
+
+
+def polar(size: Tensor, angle: Tensor) -> Tensor:
+    return joined(size * angle.cos(), size * angle.sin())
 
 
 def _exponential(self: Any = None, **named: Any) -> Any:
     if named or not isinstance(self, Tensor) or not self.is_complex():
         return NotImplemented
-    real, angle = _two_parts(self)
-    return torch.view_as_complex(torch.stack([angle.cos(), angle.sin()], -1) * real.exp().unsqueeze(-1))
+    real, angle = two_parts(self)
+    return polar(real.exp(), angle)
 
 
 def _padded(
@@ -107,9 +130,8 @@ def _padded(
 def _filled_at(self: Tensor, dim: int, index: Tensor, value: Any) -> Any:
     if not self.is_complex() or not isinstance(value, int | float):
         return NotImplemented
-    real, imaginary = _two_parts(self)
-    filled = real.index_fill(dim, index, value), imaginary.index_fill(dim, index, 0)
-    return torch.view_as_complex(torch.stack(filled, -1))
+    real, imaginary = two_parts(self)
+    return joined(real.index_fill(dim, index, value), imaginary.index_fill(dim, index, 0))
 
 
 def _unsqueezed(self: Tensor, dim: int) -> Any:
@@ -125,15 +147,6 @@ def _expanded(self: Tensor, *size: Any) -> Any:
     return torch.view_as_complex(_parts(self).expand(*sizes, 2))
 
 
-def _subscript(self: Tensor, index: Any) -> Any:
-    """The exporter knows no new dimension of complex tensors."""
-    places = index if isinstance(index, tuple) else (index,)
-    are_basic = all(place is None or isinstance(place, int | slice) for place in places)
-    if not self.is_complex() or not are_basic or None not in places:
-        return NotImplemented
-    return torch.view_as_complex(_parts(self)[places])
-
-
 def _zeros(*size: Any, dtype: torch.dtype | None = None, device: Any = None, **others: Any) -> Any:
     """The exporter makes real zeros of them."""
     if dtype is None or not dtype.is_complex or others:
@@ -142,12 +155,33 @@ def _zeros(*size: Any, dtype: torch.dtype | None = None, device: Any = None, **o
     return torch.view_as_complex(torch.zeros(*sizes, 2, dtype=dtype.to_real(), device=device))
 
 
-def _new_zeros(self: Tensor, *size: Any, dtype: torch.dtype | None = None, **others: Any) -> Any:
-    return _zeros(*size, dtype=dtype or self.dtype, **{"device": self.device} | others)
+def _full(size: Any, value: Any, *, dtype: torch.dtype | None = None, **others: Any) -> Any:
+    if not isinstance(value, int | float | complex):
+        return NotImplemented
+    if dtype is None and isinstance(value, complex):
+        dtype = torch.get_default_dtype().to_complex()
+    zeros = _zeros(*size, dtype=dtype, **others)
+    return zeros if zeros is NotImplemented else torch.view_as_complex(_parts(zeros) + _pair(zeros, value))
 
 
-def _zeros_like(self: Tensor, *, dtype: torch.dtype | None = None, **others: Any) -> Any:
-    return _zeros(*self.shape, dtype=dtype or self.dtype, **{"device": self.device} | others)
+def _pair(tensor: Tensor, number: Any) -> Tensor:
+    number = complex(number)
+    return torch.tensor([number.real, number.imag], dtype=tensor.dtype.to_real(), device=tensor.device)
+
+
+def _ones(*size: Any, **options: Any) -> Any:
+    sizes = size[0] if len(size) == 1 and isinstance(size[0], list | tuple) else size
+    return _full(sizes, 1.0, **options)
+
+
+def _new(made: Callable[..., Any], self: Tensor, *args: Any, **options: Any) -> Any:
+    """`self.new_zeros(size)` and its like."""
+    return made(*args, **{"dtype": self.dtype, "device": self.device} | options)
+
+
+def _like(made: Callable[..., Any], self: Tensor, *args: Any, **options: Any) -> Any:
+    """`torch.zeros_like(self)` and its like."""
+    return made(self.shape, *args, **{"dtype": self.dtype, "device": self.device} | options)
 
 
 def _are_real_and_complex(tensor: Any, number: Any) -> bool:
@@ -157,7 +191,7 @@ def _are_real_and_complex(tensor: Any, number: Any) -> bool:
 def _of_parts(real: Tensor, imaginary: Tensor, number: complex) -> Tensor:
     """Returns a complex tensor of the type that the parts have beside a complex number."""
     dtype = torch.result_type(real, number).to_real()
-    return torch.view_as_complex(torch.stack([real.to(dtype), imaginary.to(dtype)], -1))
+    return joined(real.to(dtype), imaginary.to(dtype))
 
 
 def _are_complex_and_real(tensor: Any, number: Any) -> bool:
@@ -174,7 +208,6 @@ def _parts(tensor: Tensor) -> Tensor:
 
 BY_NAME: Mapping[str, Callable[..., Any]] = {
     "__add__": _plus,
-    "__getitem__": _subscript,
     "__matmul__": _matrix_product,
     "__mul__": _times,
     "__radd__": _plus,
@@ -186,11 +219,17 @@ BY_NAME: Mapping[str, Callable[..., Any]] = {
     "bmm": _matrix_product,
     "einsum": _contracted,
     "exp": _exponential,
+    "full": _full,
+    "full_like": functools.partial(_like, _full),
     "expand": _expanded,
     "index_fill": _filled_at,
     "matmul": _matrix_product,
     "mm": _matrix_product,
-    "new_zeros": _new_zeros,
+    "new_full": functools.partial(_new, _full),
+    "new_ones": functools.partial(_new, _ones),
+    "new_zeros": functools.partial(_new, _zeros),
+    "ones": _ones,
+    "ones_like": functools.partial(_like, _ones),
     "pad": _padded,
     "mul": _times,
     "multiply": _times,
@@ -199,6 +238,6 @@ BY_NAME: Mapping[str, Callable[..., Any]] = {
     "true_divide": divided_by_number,
     "unsqueeze": _unsqueezed,
     "zeros": _zeros,
-    "zeros_like": _zeros_like,
+    "zeros_like": functools.partial(_like, _zeros),
 }
 """Functions of torch and tensors."""

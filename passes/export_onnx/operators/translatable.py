@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .complex_functions import BY_FUNCTION as OTHER_COMPLEX_FUNCTIONS
+from .complex_functions import BY_NAME as COMPLEX_FUNCTIONS
 from .complex_numbers import BY_NAME as COMPLEX_NUMBERS
 from .complex_numbers import subtracted_from_number
+from .complex_parts import BY_FUNCTION as COMPLEX_PARTS
 from .concat import BY_FUNCTION as JOINED
 from .division import BY_NAME as FLOORED
 from .integers import BY_NAME as WHOLE_NUMBERS
@@ -212,6 +215,16 @@ def _squeeze(self: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
     return self
 
 
+def _turned(input: Tensor, dim: Any = None, *, of_odd: int) -> Tensor:  # noqa: A002 - as torch calls it
+    """Moves the second half of each dimension to the front; of an odd size, `of_odd` more entries."""
+    named = range(input.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
+    for place in (d % input.dim() for d in named):
+        before = (slice(None),) * place
+        kept = (input.shape[place] + 1 - of_odd) // 2
+        input = torch.cat([input[(*before, slice(kept, None))], input[(*before, slice(kept))]], place)  # noqa: A001
+    return input
+
+
 def _adaptive_max_pool(
     input: Tensor,  # noqa: A002 - as torch calls it
     output_size: Any,
@@ -252,7 +265,6 @@ def _adaptive_max_pool_with_places(
 
 _BY_NAME: Mapping[str, Callable[..., Any]] = {
     "__rsub__": _subtracted_from,
-    **COMPLEX_NUMBERS,
     **STABLE,
     **ORDERING,
     **OF_MEMORY,
@@ -282,17 +294,45 @@ _POOLS = {
     )
 } | {torch.adaptive_max_pool1d: functools.partial(_adaptive_max_pool_with_places, num_dims=1)}
 
+
+def _by_function(by_name: Mapping[str, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
+    """Returns the table by the functions of these names, of torch, tensors and torch.nn.functional."""
+    return {
+        getattr(holder, name): function
+        for name, function in by_name.items()
+        for holder in (functional, torch, Tensor)
+        if hasattr(holder, name)
+    }
+
+
+def _first_that_knows(*functions: Callable[..., Any]) -> Callable[..., Any]:
+    def asked(*args: Any, **named: Any) -> Any:
+        results = (function(*args, **named) for function in functions)
+        return next((result for result in results if result is not NotImplemented), NotImplemented)
+
+    return functions[0] if len(functions) == 1 else asked
+
+
+_TABLES: Sequence[Mapping[Any, Callable[..., Any]]] = (
+    _by_function(COMPLEX_NUMBERS),
+    _by_function(COMPLEX_FUNCTIONS),
+    OTHER_COMPLEX_FUNCTIONS,
+    COMPLEX_PARTS,
+    _by_function(_BY_NAME),
+    STABLE_FUNCTIONS,
+    JOINED,
+    {
+        torch.embedding_bag: _embedding_bag,
+        functional.embedding_bag: _bags_of_layer,
+        torch.fft.fftshift: functools.partial(_turned, of_odd=0),
+        torch.fft.ifftshift: functools.partial(_turned, of_odd=1),
+    },
+    SPECIAL_FUNCTIONS,
+    _POOLS,
+)
+
 TRANSLATABLE: Mapping[Any, Callable[..., Any]] = {
-    getattr(holder, name): function
-    for name, function in _BY_NAME.items()
-    for holder in (functional, torch, Tensor)
-    if hasattr(holder, name)
-} | {
-    **STABLE_FUNCTIONS,
-    **JOINED,
-    torch.embedding_bag: _embedding_bag,
-    functional.embedding_bag: _bags_of_layer,
-    **SPECIAL_FUNCTIONS,
-    **_POOLS,
+    function: _first_that_knows(*(table[function] for table in _TABLES if function in table))
+    for function in {function: None for table in _TABLES for function in table}
 }
 """Maps each public name of a torch function to the function that takes its place."""

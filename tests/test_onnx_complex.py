@@ -1,0 +1,113 @@
+"""Complex numbers in ONNX files, where they are pairs: whatever a model does with spectra is written so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pd2bw_fx import split
+from pd2bw_fx.passes.export_onnx.operators.translatable import TRANSLATABLE
+
+PLACES = torch.tensor([3, 0])
+WEIGHT = torch.complex(torch.linspace(-1, 1, 15).reshape(3, 5), torch.linspace(1, 0, 15).reshape(3, 5))
+
+
+class Spectral(nn.Module):
+    def __init__(self, *functions: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.functions = nn.Linear(8, 8), functions
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        z = torch.fft.rfft(self.first(x))  # (batch, 4, 5)
+        found = [function(z) for function in self.functions]
+        return tuple(torch.view_as_real(each) if each.is_complex() else each for each in found)
+
+
+def _filled(z: Tensor) -> Tensor:
+    made = torch.ones_like(z) + z.new_ones(5) - torch.full((4, 5), 1 + 2j, dtype=z.dtype)
+    made[:, 0] = z[:, 1]
+    made[..., -1] = z[..., 0]
+    return made
+
+
+TAKEN_APART: list[Callable[[Tensor], Tensor]] = [
+    lambda z: z[:, 1] + z[..., -1:, 0],
+    lambda z: z[:, None, 1, ::2],
+    lambda z: z.select(1, 0) * z.unbind(1)[1],
+    lambda z: z.chunk(2, 1)[0] + z.split([1, 2, 1], 1)[1] + z.tensor_split(4, 1)[3],
+    lambda z: z.narrow(1, 0, 2).repeat(1, 2, 1) + z.tile(1, 1),
+    lambda z: torch.where(z.real > 0, z, z * 2) + torch.where(z.real > 1, 0.0, z) + z.where(z.real > 0.5, 1j),
+    lambda z: torch.where(z.real > 0, z, z.real.detach()) + z.masked_fill(z.real > 0, 0.5),
+    lambda z: z.gather(1, (z.real > 0).long()),
+    lambda z: z.index_select(1, PLACES) + z[:, PLACES] + torch.take_along_dim(z, PLACES[None, :, None], 1),
+    lambda z: z[z.real > 0].sum() + torch.masked_select(z, z.real > 0.5).sum(),
+    lambda z: z.diagonal(dim1=1, dim2=2) + z.unfold(2, 2, 3)[..., 0].mT[..., 0, :],
+    lambda z: torch.hstack([z, z * 2]).cumsum(1) + z.repeat_interleave(2, 1).tril(),
+    lambda z: z.unsqueeze(1).broadcast_to(z.shape[0], 2, 4, 5) + z[:, :1].expand_as(z).unsqueeze(1),
+    lambda z: torch.fft.ifftshift(torch.fft.fftshift(z, dim=(1, 2)), dim=2),
+    lambda z: torch.conj(z).imag * z.imag + z.conj().real,
+    _filled,
+]
+COMPUTED: list[Callable[[Tensor], Tensor]] = [
+    lambda z: z**2 + z.pow(3) + z.square(),
+    lambda z: (z + 4) ** 0.5 + (z + 4) ** -1,
+    lambda z: (z * z).sqrt() + (z + 4).log(),
+    lambda z: (z + 4).angle() * z.abs(),
+    lambda z: z.sin() * z.cos(),
+    lambda z: z.tanh() * torch.sigmoid(z),
+    lambda z: z.sgn() * 2,
+    lambda z: (z == z * 1).float() + (z != z + 1).float() + (z == 5).float(),
+    lambda z: z.norm(dim=1) + torch.linalg.vector_norm(z, ord=1, dim=1),
+    lambda z: z.var(1) + z.std(1),
+    lambda z: F.linear(z, WEIGHT, WEIGHT[:, 0]),
+    lambda z: torch.einsum("bij->bi", z) + torch.einsum("bij,kj->bi", z, WEIGHT),
+]
+
+
+@pytest.mark.parametrize("functions", [TAKEN_APART[:8], TAKEN_APART[8:], COMPUTED])
+def test_the_file_computes_the_same(functions: list[Callable[[Tensor], Tensor]], tmp_path: Path) -> None:
+    """Outputs of one file: the check of an export names the one that differs."""
+    torch.manual_seed(0)
+    model = Spectral(*functions).eval()
+    pipe = split(model, (torch.randn(4, 4, 8),), cluster=2, num_stages=1, costs="analytic", check=False)
+
+    pipe.export_onnx(tmp_path / "onnx")
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0])
+def test_functions_of_complex_numbers_are_torchs(scale: float) -> None:
+    torch.manual_seed(0)
+    z = torch.randn(500, dtype=torch.complex128) * scale
+    z[0] = 0
+    for name, args in (
+        ("angle", ()),
+        ("cos", ()),
+        ("log", ()),
+        ("pow", (2.5,)),
+        ("pow", (5,)),
+        ("sgn", ()),
+        ("sigmoid", ()),
+        ("sin", ()),
+        ("sqrt", ()),
+        ("std", (0,)),
+        ("tanh", ()),
+    ):
+        function: Any = getattr(torch, name)
+
+        torch.testing.assert_close(
+            TRANSLATABLE[function](z, *args), function(z, *args), rtol=1e-9, atol=1e-12
+        )
+
+
+def test_real_tensors_are_left_to_the_exporter() -> None:
+    x = torch.randn(3, 4)
+
+    for function, args in ((torch.tanh, ()), (torch.where, (x > 0, x)), (Tensor.select, (0, 1))):
+        given = (args[0], x, x) if function is torch.where else (x, *args)
+        assert TRANSLATABLE[function](*given) is NotImplemented
