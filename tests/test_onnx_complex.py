@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pd2bw_fx import split
+from pd2bw_fx.constraints import Constraints
+from pd2bw_fx.errors import InputError
+from pd2bw_fx.passes.export_onnx import run_onnx, run_onnx_processes
 from pd2bw_fx.passes.export_onnx.operators.translatable import TRANSLATABLE
 
 PLACES = torch.tensor([3, 0])
@@ -111,3 +114,60 @@ def test_real_tensors_are_left_to_the_exporter() -> None:
     for function, args in ((torch.tanh, ()), (torch.where, (x > 0, x)), (Tensor.select, (0, 1))):
         given = (args[0], x, x) if function is torch.where else (x, *args)
         assert TRANSLATABLE[function](*given) is NotImplemented
+
+
+class Turning(nn.Module):
+    """x: (batch, 8), turned: (batch, 5), complex -> a spectrum, what it sounds like, and its strength"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, turned: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        spectrum = torch.fft.rfft(self.first(x)) * turned
+        doubled = spectrum * 2
+        return doubled.conj(), self.last(torch.fft.irfft(doubled, n=8)), doubled.abs().mean(-1)
+
+
+@pytest.fixture(scope="module")
+def turning(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, tuple[Tensor, Tensor], Path]:
+    """A model, its example, and the folder of its files, between which the spectrum crosses."""
+    torch.manual_seed(0)
+    model, example = Turning().eval(), (torch.randn(4, 8), torch.randn(4, 5, dtype=torch.complex64))
+    apart = Constraints(stage_of={"first": 0, "fft_rfft": 0, "mul": 0, "mul_1": 1, "last": 1})
+    pipe = split(model, example, cluster=2, costs="analytic", constraints=apart)
+    folder = tmp_path_factory.mktemp("turning") / "onnx"
+    manifest = pipe.export_onnx(folder, form="both")
+    (crossing,) = manifest["stages"][1]["inputs"]
+    assert (crossing["dtype"], crossing["shape"]) == ("float32", ["batch", 5, 2])
+    return model, example, folder
+
+
+def assert_the_models(found: dict[str, Any], model: nn.Module, example: tuple[Tensor, Tensor]) -> None:
+    expected = model(*example)
+    for name, tensor in zip(("output_0", "output_1", "output_2"), expected, strict=True):
+        torch.testing.assert_close(torch.from_numpy(found[name]), tensor.detach().resolve_conj())
+
+
+def test_complex_tensors_enter_cross_and_leave_as_pairs(
+    turning: tuple[nn.Module, tuple[Tensor, Tensor], Path],
+) -> None:
+    model, (x, turned), folder = turning
+
+    for given in (turned, torch.view_as_real(turned)):
+        assert_the_models(run_onnx(folder, {"x": x, "turned": given}), model, (x, turned))
+    assert_the_models(
+        run_onnx_processes(folder, {"x": x, "turned": turned}, num_microbatches=2), model, (x, turned)
+    )
+    with pytest.raises(InputError, match=r"takes float32 \(batch, 5, 2\), the parts of complex numbers"):
+        run_onnx(folder, {"x": x, "turned": x})
+
+
+def test_a_file_of_all_stages_has_pairs_too(tmp_path: Path) -> None:
+    model, example = Turning().eval(), (torch.randn(4, 8), torch.randn(4, 5, dtype=torch.complex64))
+    pipe = split(model, example, cluster=2, costs="analytic")
+    pipe.export_onnx(tmp_path / "onnx", form="annotated")
+
+    found = run_onnx(tmp_path / "onnx", {"x": example[0], "turned": example[1]})
+
+    assert_the_models(found, model, example)

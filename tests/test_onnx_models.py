@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import pd2bw_fx
-from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.errors import ExportError
 from pd2bw_fx.graph import TensorSpec
 from pd2bw_fx.passes.export_onnx import export_onnx, spelling
@@ -196,25 +195,6 @@ def test_the_squeezing_that_is_exported_is_torchs(dim: int | tuple[int, ...] | N
         found = torch.squeeze(x, **named)
 
     assert torch.equal(found, torch.squeeze(x, **named))
-
-
-class Turning(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        spectrum = torch.fft.rfft(self.first(x))
-        return self.last(torch.fft.irfft(spectrum * 2, n=8))
-
-
-def test_complex_numbers_that_cross_are_named(tmp_path: Path) -> None:
-    apart = Constraints(stage_of={"first": 0, "fft_rfft": 0, "mul": 1, "last": 1})
-    pipe = pd2bw_fx.split(Turning(), torch.randn(4, 8), cluster=2, costs="analytic", constraints=apart)
-
-    with pytest.raises(ExportError, match="complex64, a type that ONNX runtimes do not have"):
-        pipe.export_onnx(tmp_path / "onnx")
-    assert not (tmp_path / "onnx").exists()
 
 
 class Heads(nn.Module):

@@ -23,6 +23,7 @@
     run             stages run one after another, as modules and as files
     chain           stages run in a process each
     arrays          tensors as arrays, which onnxruntime takes
+    pairs           complex tensors that enter or leave a stage
     batched         which axis is the batch's
     text            a file in the ONNX text format
 

@@ -1,6 +1,9 @@
-"""Tensors as arrays, which onnxruntime takes."""
+"""Tensors as arrays, which onnxruntime takes, and complex ones as pairs in a last dimension."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,3 +23,16 @@ def to_array(name: str, value: Tensor | Array) -> Array:
         )
     array: Array = value.detach().cpu().numpy()
     return array
+
+
+def to_pairs(array: Array) -> Array:
+    parts: Array = np.stack([array.real, array.imag], -1)
+    return parts
+
+
+def from_pairs(entry: Mapping[str, Any], array: Array) -> Array:
+    """Returns what the manifest has an entry for as the model returns it: complex where the model's is."""
+    if not entry.get("complex"):
+        return array
+    numbers: Array = np.ascontiguousarray(array).view(np.result_type(array.dtype, np.complex64))
+    return numbers[..., 0]

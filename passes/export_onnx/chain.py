@@ -22,6 +22,7 @@ from pd2bw_fx.onnx_session import Array
 from pd2bw_fx.onnx_stage_process import Done, Failure, StageWork, Value, run_stage
 from pd2bw_fx.units import counted
 
+from .arrays import from_pairs
 from .batched import batch_place, batch_symbol
 from .run import named_inputs, onnx_manifest, require_batch_size
 
@@ -157,12 +158,13 @@ def _collected(
 def _joined(manifest: Mapping[str, Any], arrived: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
     """Returns the microbatches' outputs put together along their batch axis, by name."""
     if len(arrived) == 1:
-        return {entry["name"]: arrived[0][entry["tensor"]] for entry in manifest["outputs"]}
+        return {e["name"]: from_pairs(e, arrived[0][e["tensor"]]) for e in manifest["outputs"]}
     symbol = batch_symbol(manifest)
     assert symbol is not None, "what cannot be cut is refused before it is run"
     return {
         entry["name"]: np.concatenate(
-            [tensors[entry["tensor"]] for tensors in arrived], batch_place(entry, symbol) or 0
+            [from_pairs(entry, tensors[entry["tensor"]]) for tensors in arrived],
+            batch_place(entry, symbol) or 0,
         )
         for entry in manifest["outputs"]
     }

@@ -36,6 +36,7 @@ from .graph import stage_model
 from .manifest import described, stage_entry, tensor_names
 from .merge import EXTERNAL_ABOVE_BYTES, merged, save
 from .original import Original
+from .pairs import Pairs
 from .refusal import NEWEST_OPSET, OLDEST_OPSET
 from .run import in_mode, run_files, run_modules, run_whole
 from .sensitivity import allowed_by_rounding
@@ -87,8 +88,15 @@ def export_onnx(
     sizes = ANY_SIZE if original is None else original.graph.batch_sizes
     others = examples_of_other_sizes(specs, example, sizes)
     graph = None if original is None else original.graph
+    pairs, complex_programs = Pairs(programs), programs
+    programs, original = pairs.programs(programs), pairs.original(original)
+    example, *others = (pairs.taken(each) for each in (example, *others))
     job = _Job(tuple(programs), tensor_names(programs), tolerance, graph)
-    with in_mode(modules, training=training), whole_folder(folder) as fresh:
+    with (
+        pairs.between(complex_programs, modules),
+        in_mode(modules, training=training),
+        whole_folder(folder) as fresh,
+    ):
         examples = [example, *_first_taken(job, modules, others)]
         truths = _truths(job, modules, examples, original, training=training)
         # A dimension of 1 would be taken for a constant.
@@ -106,6 +114,7 @@ def export_onnx(
             )
             asserted += [{"stage": program.stage, "message": message} for message in messages]
         facts = described(programs, job.names, original, opset=opset, training=training)
+        pairs.note(facts, job.names)
         facts["batch_sizes"] = sizes.to_json()
         facts["asserts"] = asserted
         facts["batch_sizes_checked"] = [batch_size(ports, example) for example in examples]
@@ -176,13 +185,6 @@ def _check_request(original: Original | None, form: str, opset: int, tolerance: 
 
 
 def _require_arrays(programs: Sequence[StageProgram], form: Form) -> None:
-    for port in (port for program in programs for port in (*program.inputs, *program.outputs)):
-        if port.spec.dtype.is_complex:
-            raise ExportError(
-                f"{port.value!r}, which goes into or out of a stage, is {dtype_name(port.spec.dtype)}, a "
-                "type that ONNX runtimes do not have; keep its writer and its readers on one stage "
-                "(constraints), or let torch.view_as_real cross"
-            )
     for port in (port for program in programs for port in program.outputs):
         if port.spec.dtype is torch.bfloat16 and form != "annotated":
             raise ExportError(

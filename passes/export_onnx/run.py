@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +20,7 @@ from pd2bw_fx.size_range import SizeRange
 from pd2bw_fx.stage import StageProgram
 from pd2bw_fx.units import counted
 
-from .arrays import to_array
+from .arrays import from_pairs, to_array, to_pairs
 from .batched import batch_symbol
 
 KIND = "pd2bw_fx onnx"
@@ -39,9 +40,10 @@ def run_onnx(folder: str | Path, inputs: Mapping[str, Tensor | Array] | None) ->
     require_batch_size(manifest, fed)
     if not manifest["stages"]:
         annotated = manifest["annotated"]
-        return run_whole(folder / annotated["file"], fed, annotated["outputs"])
+        found = run_whole(folder / annotated["file"], fed, annotated["outputs"])
+        return {entry["name"]: from_pairs(entry, found[entry["name"]]) for entry in manifest["outputs"]}
     tensors = run_files(folder, manifest["stages"], fed)
-    return {entry["name"]: tensors[entry["tensor"]] for entry in manifest["outputs"]}
+    return {entry["name"]: from_pairs(entry, tensors[entry["tensor"]]) for entry in manifest["outputs"]}
 
 
 def onnx_manifest(folder: Path) -> dict[str, Any]:
@@ -80,6 +82,8 @@ def named_inputs(
         raise InputError(f"input {unlike[0]!r} {what}; {folder} takes {', '.join(expected) or 'none'}")
     arrays = {name: to_array(name, value) for name, value in inputs.items()}
     for entry in manifest["inputs"]:
+        if entry.get("complex") and np.iscomplexobj(arrays[entry["name"]]):
+            arrays[entry["name"]] = to_pairs(arrays[entry["name"]])
         _require_as_declared(folder, entry, arrays[entry["name"]])
     return {expected[name]: array for name, array in arrays.items()}
 
@@ -94,6 +98,8 @@ def _require_as_declared(folder: Path, entry: Mapping[str, Any], array: Array) -
     if fits and array.dtype.name == dtype:
         return
     takes = dtype if shape is None else f"{dtype} ({', '.join(map(str, shape))})"
+    if entry.get("complex"):
+        takes += ", the parts of complex numbers, or these themselves"
     what = f"{array.dtype.name} {array.shape}"
     raise InputError(f"input {entry['name']!r} is {what}; {folder} takes {takes}")
 

@@ -21,13 +21,13 @@ def _times(self: Any, other: Any, *, out: Tensor | None = None) -> Any:
         return _of_parts(self * other.real, self * other.imag, other)
     if out is not None or not _are_complex_and_real(self, other):
         return NotImplemented
-    return torch.view_as_complex(_parts(self) * other)
+    return torch.view_as_complex(pairs_of(self) * other)
 
 
 def divided_by_number(self: Any, other: Any, *, out: Tensor | None = None) -> Any:
     if out is not None or not _are_complex_and_real(self, other):
         return NotImplemented
-    return torch.view_as_complex(_parts(self) / other)
+    return torch.view_as_complex(pairs_of(self) / other)
 
 
 def _plus(self: Any, other: Any, *, alpha: float = 1, out: Tensor | None = None) -> Any:
@@ -37,7 +37,7 @@ def _plus(self: Any, other: Any, *, alpha: float = 1, out: Tensor | None = None)
         return _of_parts(self + other.real, torch.full_like(self, other.imag), other)
     if out is not None or not _are_complex_and_real(self, other):
         return NotImplemented
-    parts = _parts(self)
+    parts = pairs_of(self)
     return torch.view_as_complex(parts + torch.tensor([other * alpha, 0], dtype=parts.dtype))
 
 
@@ -56,7 +56,7 @@ def _put_into_places(self: Tensor, places: Any, value: Any) -> Any:
     are_complex = all(isinstance(tensor, Tensor) and tensor.is_complex() for tensor in (self, value))
     if not are_complex or self.is_conj():
         return NotImplemented
-    torch.view_as_real(self)[places] = _parts(value)
+    torch.view_as_real(self)[places] = pairs_of(value)
     return None
 
 
@@ -87,7 +87,7 @@ def _by_parts(product: Callable[[Tensor, Tensor], Tensor], first: Any, second: A
 
 def two_parts(tensor: Tensor) -> tuple[Tensor, ...]:
     """Returns the real and the imaginary part."""
-    return _parts(tensor).unbind(-1)
+    return pairs_of(tensor).unbind(-1)
 
 
 def parts_of(operand: Any) -> tuple[Any, Any]:
@@ -124,7 +124,7 @@ def _padded(
 ) -> Any:
     if not isinstance(input, Tensor) or not input.is_complex() or mode != "constant" or value:
         return NotImplemented
-    return torch.view_as_complex(functional.pad(_parts(input), (0, 0, *pad)))
+    return torch.view_as_complex(functional.pad(pairs_of(input), (0, 0, *pad)))
 
 
 def _filled_at(self: Tensor, dim: int, index: Tensor, value: Any) -> Any:
@@ -137,14 +137,14 @@ def _filled_at(self: Tensor, dim: int, index: Tensor, value: Any) -> Any:
 def _unsqueezed(self: Tensor, dim: int) -> Any:
     if not self.is_complex():
         return NotImplemented
-    return torch.view_as_complex(_parts(self).unsqueeze(dim if dim >= 0 else dim - 1))
+    return torch.view_as_complex(pairs_of(self).unsqueeze(dim if dim >= 0 else dim - 1))
 
 
 def _expanded(self: Tensor, *size: Any) -> Any:
     if not self.is_complex():
         return NotImplemented
     sizes = size[0] if len(size) == 1 and isinstance(size[0], list | tuple) else size
-    return torch.view_as_complex(_parts(self).expand(*sizes, 2))
+    return torch.view_as_complex(pairs_of(self).expand(*sizes, 2))
 
 
 def _zeros(*size: Any, dtype: torch.dtype | None = None, device: Any = None, **others: Any) -> Any:
@@ -161,7 +161,7 @@ def _full(size: Any, value: Any, *, dtype: torch.dtype | None = None, **others: 
     if dtype is None and isinstance(value, complex):
         dtype = torch.get_default_dtype().to_complex()
     zeros = _zeros(*size, dtype=dtype, **others)
-    return zeros if zeros is NotImplemented else torch.view_as_complex(_parts(zeros) + _pair(zeros, value))
+    return zeros if zeros is NotImplemented else torch.view_as_complex(pairs_of(zeros) + _pair(zeros, value))
 
 
 def _pair(tensor: Tensor, number: Any) -> Tensor:
@@ -198,7 +198,7 @@ def _are_complex_and_real(tensor: Any, number: Any) -> bool:
     return isinstance(tensor, Tensor) and tensor.dtype.is_complex and isinstance(number, int | float)
 
 
-def _parts(tensor: Tensor) -> Tensor:
+def pairs_of(tensor: Tensor) -> Tensor:
     """Returns the real and the imaginary part in a last dimension."""
     if not tensor.is_conj():
         return torch.view_as_real(tensor)
