@@ -126,6 +126,24 @@ def test_what_is_rounding_alone_may_be_another_rounding(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("found", "moved", "is_right"), [(1.002, 4e-3, True), (1.002, 1e-3, False), (1.02, 1.0, False)]
+)
+def test_a_difference_is_rounding_if_it_is_small_and_a_rounding_makes_as_much(
+    found: float, moved: float, *, is_right: bool
+) -> None:
+    expected = {"output": np.array([1.0], np.float32)}
+
+    with nullcontext() if is_right else pytest.raises(ExportError, match="output differs"):
+        compare_arrays(
+            {"output": np.array([found], np.float32)},
+            expected,
+            what={"output": "output differs"},
+            tolerance=None,
+            rounding=lambda: {"output": moved},
+        )
+
+
+@pytest.mark.parametrize(
     ("found", "moved", "is_right"), [(3e-7, 4.0, True), (3e-7, 0.5, False), (3e-3, 4e4, False)]
 )
 def test_a_difference_is_rounding_if_it_is_faint_and_a_rounding_makes_as_much(

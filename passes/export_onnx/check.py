@@ -16,6 +16,8 @@ from .arrays import to_array
 
 # Relative to a tensor's largest entry, since kernels sum in different orders. From exact to coarse.
 _TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
+# A deep model that has not been trained may make so much of a rounding: its outputs have lost most digits.
+_MOST_BY_ROUNDING = 1e-2
 # The least scale that a difference is relative to: smaller numbers have lost digits on the way, or all of
 # them where a kernel flushes them to 0.
 _NEXT_TO_ZERO = {name: float(np.finfo(name).tiny / np.finfo(name).eps) for name in ("float64", "float32")}
@@ -59,8 +61,8 @@ def compare_arrays(
     """Returns the largest difference for each name of `expected`, relative to the tensor's largest entry.
 
     `behind` is the coarsest type that a value was computed from: it is no more exact than that. Without a
-    `tolerance`, a larger difference may be rounding if it is faint beside the largest entry of all: then
-    `rounding` is asked how far roundings may move each of them.
+    `tolerance`, a larger difference may be rounding if it is small, or faint beside the largest entry of all:
+    then `rounding` is asked how far roundings may move each of them.
     Raises ExportError at the first one out of tolerance; `what` describes each name for the message.
     """
     differences = {}
@@ -71,7 +73,8 @@ def compare_arrays(
             allowed = max(allowed, _TOLERANCES.get((behind or {}).get(name, ""), 0.0))
         if not difference.relative <= allowed and tolerance is None and rounding is not None:
             is_faint = difference.absolute <= allowed * _largest_of(expected)
-            allowed = max(allowed, rounding().get(name, 0.0)) if is_faint else allowed
+            if is_faint or difference.relative <= _MOST_BY_ROUNDING:
+                allowed = max(allowed, rounding().get(name, 0.0))
         if not difference.relative <= allowed:
             raise ExportError(
                 f"{what[name]} by {difference.absolute:.3g} ({difference.relative:.3g} of its largest entry) "
