@@ -20,6 +20,7 @@ from pd2bw_fx.errors import ExportError
 from pd2bw_fx.graph import OperatorGraph
 from pd2bw_fx.grouped_products import size_products_of_all_types
 from pd2bw_fx.less_work import do_less_work
+from pd2bw_fx.names import free_name
 from pd2bw_fx.onnx_session import require
 from pd2bw_fx.process_settings import leave_other_flags_alone
 from pd2bw_fx.recurrent_operators import run_one_step
@@ -86,9 +87,7 @@ def stage_model(
             )
             assert exported is not None
             model: ir.Model = exported.model
-            for value in list(model.graph.initializers.values()):  # renaming one changes the mapping
-                value.name = (value.name or "").removeprefix(WRAPPED_PREFIX)
-            held = {value.name for value in model.graph.initializers.values()}
+            held = _with_names_of_their_own(model)
             _tidy(model, held)
             describe_nodes(model, program, graph)
     except Exception as error:  # the exporter raises whatever the operator's translation raised
@@ -97,6 +96,24 @@ def stage_model(
     _name(model, program, names)
     add_checks(model, conditions, asserted.messages)
     return model, asserted.messages
+
+
+def _with_names_of_their_own(model: ir.Model) -> set[str | None]:
+    """Gives parameters and buffers their names in the stage, and returns the names of all initializers.
+
+    A value within a translation of torch's may have such a name too ("scale"), and gets another one.
+    """
+    initializers = list(model.graph.initializers.values())  # renaming one changes the mapping
+    computed = [value for node in model.graph for value in node.outputs]
+    names = {(value.name or "").removeprefix(WRAPPED_PREFIX) for value in initializers}
+    taken = names | {value.name or "" for value in computed}
+    for value in computed:
+        if value.name in names:
+            value.name = free_name(value.name, taken)
+            taken.add(value.name)
+    for value in initializers:
+        value.name = (value.name or "").removeprefix(WRAPPED_PREFIX)
+    return {value.name for value in initializers}
 
 
 def _require_known_layers(program: StageProgram, module: nn.Module) -> None:

@@ -6,6 +6,9 @@
     complex_numbers sums, products and constants of complex tensors, part by part
     complex_parts   what takes complex tensors apart or joins them
     complex_functions powers, roots, logarithms and norms of complex tensors
+    fourier         transforms of other sizes than the input's, the order of waves
+    pools           windows of several sizes, divisors of one's own
+    matrices        small matrices: solutions, inverses, decompositions
     integers        division and shifts of integers
     concat          stacking tensors of several types
     values          powers by numbers that are computed themselves

@@ -88,7 +88,7 @@ def _argsort(
     return NotImplemented if more or stable is None else torch.sort(self, dim, descending)[1]
 
 
-def _scatter_reduce(
+def scatter_reduce(
     self: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
 ) -> Any:
     """Divides a sum by a count for "mean"; entries that get nothing stay as they are."""
@@ -113,7 +113,7 @@ BY_NAME: Mapping[str, Callable[..., Any]] = {
     "copysign": _copysign,
     "fmax": _fmax,
     "fmin": _fmin,
-    "scatter_reduce": _scatter_reduce,
+    "scatter_reduce": scatter_reduce,
     "sort": _sort,
 }
 """Functions of torch and tensors."""

@@ -43,6 +43,55 @@ def _lgamma(self: Tensor) -> Tensor:
     return torch.where(is_infinite, math.inf, torch.where(is_small, reflected, found)).to(self.dtype)
 
 
+def _digamma(self: Tensor, *, out: Any = None) -> Any:
+    """Computes the asymptotic series at x + 7 in double precision, and reflects arguments below a half."""
+    if out is not None:
+        return NotImplemented
+    x = self.double()
+    is_small = x < 0.5
+    z = torch.where(is_small, 1 - x, x)
+    far = z + 7
+    square = far.reciprocal().square()
+    series = square * (1 / 12 - square * (1 / 120 - square * (1 / 252 - square * (1 / 240 - square / 132))))
+    found = far.log() - 0.5 / far - series
+    for step in range(7):
+        found = found - 1 / (z + step)
+    turn = math.pi * (x - x.floor())
+    reflected = found - math.pi * turn.cos() / turn.sin()
+    found = torch.where(is_small, torch.where(x == x.floor(), math.nan, reflected), found)
+    return torch.where(x == 0, -math.inf, found).to(self.dtype)
+
+
+def _polygamma(n: Any, self: Any, *, out: Any = None) -> Any:
+    """Of order 0 and 1; a tensor has its order as the argument."""
+    order, x = (self, n) if isinstance(n, Tensor) else (n, self)
+    if out is not None or order not in (0, 1):
+        return NotImplemented
+    return _digamma(x) if order == 0 else _trigamma(x)
+
+
+def _trigamma(self: Tensor) -> Tensor:
+    x = self.double()
+    is_small = x < 0.5
+    z = torch.where(is_small, 1 - x, x)
+    far = z + 7
+    square = far.reciprocal().square()
+    series = 1 / 6 - square * (1 / 30 - square * (1 / 42 - square * (1 / 30 - square * 5 / 66)))
+    found = (1 + 0.5 / far + square * series) / far
+    for step in range(7):
+        found = found + 1 / (z + step).square()
+    reflected = (math.pi / (math.pi * (x - x.floor())).sin()).square() - found
+    return torch.where(is_small, reflected, found).to(self.dtype)
+
+
+def _lgamma_of_dimensions(self: Tensor, p: int, *, out: Any = None) -> Any:
+    """The logarithm of the multivariate gamma function."""
+    if out is not None:
+        return NotImplemented
+    parts = [_lgamma(self - place / 2) for place in range(p)]
+    return sum(parts[1:], parts[0]) + p * (p - 1) / 4 * math.log(math.pi)
+
+
 def _logit(self: Tensor, eps: float | None = None, *, out: Tensor | None = None) -> Any:
     """Avoids ONNX's Clip, which makes NaN a bound."""
     if eps is None or out is not None:
@@ -77,15 +126,22 @@ def _erfinv(self: Tensor) -> Any:
 
 
 BY_NAME: Mapping[str, Callable[..., Any]] = {
+    "digamma": _digamma,
     "erfinv": _erfinv,
     "hypot": _hypot,
     "lgamma": _lgamma,
     "logit": _logit,
+    "mvlgamma": _lgamma_of_dimensions,
+    "polygamma": _polygamma,
 }
 """Functions of torch and tensors."""
 
 BY_FUNCTION: Mapping[Any, Callable[..., Any]] = {
+    torch.special.digamma: _digamma,
     torch.special.erfinv: _erfinv,
     torch.special.gammaln: _lgamma,
     torch.special.logit: _logit,
+    torch.special.multigammaln: _lgamma_of_dimensions,
+    torch.special.polygamma: _polygamma,
+    torch.special.psi: _digamma,
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,9 +18,14 @@ from .complex_numbers import subtracted_from_number
 from .complex_parts import BY_FUNCTION as COMPLEX_PARTS
 from .concat import BY_FUNCTION as JOINED
 from .division import BY_NAME as FLOORED
+from .fourier import BY_FUNCTION as FOURIER_TRANSFORMS
 from .integers import BY_NAME as WHOLE_NUMBERS
+from .matrices import BY_FUNCTION as FUNCTIONS_OF_MATRICES
+from .matrices import BY_NAME as OF_MATRICES
 from .memory import BY_NAME as OF_MEMORY
 from .ordering import BY_NAME as ORDERING
+from .ordering import scatter_reduce
+from .pools import BY_FUNCTION as POOLS
 from .scans import BY_NAME as SCANS
 from .special import BY_FUNCTION as SPECIAL_FUNCTIONS
 from .special import BY_NAME as SPECIAL
@@ -204,6 +209,48 @@ def _rrelu(
     return NotImplemented if training else functional.leaky_relu(input, (lower + upper) / 2)
 
 
+def _extremes(self: Tensor, *, dim: int | None = None, keepdim: bool = False, out: Any = None) -> Any:
+    if out is not None:
+        return NotImplemented
+    named = range(self.dim()) if dim is None else (dim,)
+    return self.amin(tuple(named), keepdim), self.amax(tuple(named), keepdim)
+
+
+def _chunked(self: Tensor, chunks: int, dim: int = 0) -> Any:
+    """Of an open size, which the exporter takes for one that it knows."""
+    size = self.shape[dim]
+    if type(size) is int:
+        return NotImplemented
+    count, each = len(torch.chunk(self, chunks, dim)), (size + chunks - 1) // chunks
+    before = (slice(None),) * (dim % self.dim())
+    bounds: list[Any] = [None, *(each * place for place in range(1, count)), None]
+    return tuple(self[(*before, slice(start, end))] for start, end in itertools.pairwise(bounds))
+
+
+def _reduced_by_index(
+    self: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
+) -> Any:
+    others = [1] * source.dim()
+    others[dim] = -1
+    places = index.reshape(others).expand(source.shape)
+    reduced = scatter_reduce(self, dim, places, source, reduce, include_self=include_self)
+    if reduced is not NotImplemented:
+        return reduced
+    return self.scatter_reduce(dim, places, source, reduce, include_self=include_self)
+
+
+def _histogram(self: Tensor, bins: int = 100, min: float = 0, max: float = 0, *, out: Any = None) -> Any:  # noqa: A002
+    """Between the least and the largest number where both bounds are 0; the last bin has its end too."""
+    if out is not None or min != max:
+        return NotImplemented
+    x = self.flatten()
+    least, most = x.amin(0), x.amax(0)
+    width = torch.where(most > least, most - least, 1.0)
+    least = torch.where(most > least, least, least - 0.5)
+    place = ((x - least) / width * bins).to(torch.int64).clamp(0, bins - 1)
+    return (place.unsqueeze(1) == torch.arange(bins, device=x.device)).sum(0).to(self.dtype)
+
+
 def _squeeze(self: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
     """Squeezes those named dimensions that have size 1. ONNX's Squeeze takes no others."""
     if self.dim() == 0:
@@ -213,54 +260,6 @@ def _squeeze(self: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
     for place in reversed(ones):
         self = self.squeeze(place)
     return self
-
-
-def _turned(input: Tensor, dim: Any = None, *, of_odd: int) -> Tensor:  # noqa: A002 - as torch calls it
-    """Moves the second half of each dimension to the front; of an odd size, `of_odd` more entries."""
-    named = range(input.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
-    for place in (d % input.dim() for d in named):
-        before = (slice(None),) * place
-        kept = (input.shape[place] + 1 - of_odd) // 2
-        input = torch.cat([input[(*before, slice(kept, None))], input[(*before, slice(kept))]], place)  # noqa: A001
-    return input
-
-
-def _adaptive_max_pool(
-    input: Tensor,  # noqa: A002 - as torch calls it
-    output_size: Any,
-    return_indices: bool = False,
-    *,
-    num_dims: int,
-) -> Any:
-    """Takes the maximum of each window, one dimension after another, and its index in the whole input.
-
-    Of equal maxima it takes the first. Open sizes are left to the exporter.
-    """
-    asked = output_size if isinstance(output_size, tuple | list) else (output_size,) * num_dims
-    wanted = dict(zip(range(-num_dims, 0), asked * (num_dims // len(asked)), strict=True))
-    shape = input.shape[-num_dims:]
-    if any(type(size) is not int for size in shape):
-        return NotImplemented
-    values, places = input, torch.arange(math.prod(shape), device=input.device).reshape(shape)
-    places = places.expand(input.shape)
-    for dim, count in reversed(wanted.items()):
-        size = values.shape[dim]
-        if count is None or count == size:
-            continue
-        bounds = [(place * size // count, -(-(place + 1) * size // count)) for place in range(count)]
-        found = [values.narrow(dim, start, end - start).max(dim, keepdim=True) for start, end in bounds]
-        values = torch.cat([cell.values for cell in found], dim)
-        starts = torch.tensor([start for start, _ in bounds], device=input.device)
-        own = torch.cat([cell.indices for cell in found], dim)
-        own = own + starts.reshape(-1, *(1,) * (-dim - 1))
-        places = places.gather(dim, own)
-    return (values, places) if return_indices else values
-
-
-def _adaptive_max_pool_with_places(
-    self: Tensor, output_size: Any, return_indices: bool = True, *, num_dims: int
-) -> Any:
-    return _adaptive_max_pool(self, output_size, True, num_dims=num_dims)
 
 
 _BY_NAME: Mapping[str, Callable[..., Any]] = {
@@ -273,8 +272,13 @@ _BY_NAME: Mapping[str, Callable[..., Any]] = {
     **SCANS,
     **SPECIAL,
     **COMPUTED_NUMBERS,
+    **OF_MATRICES,
+    "aminmax": _extremes,
     "cdist": _cdist,
+    "chunk": _chunked,
     "isin": _isin,
+    "histc": _histogram,
+    "index_reduce": _reduced_by_index,
     "kthvalue": _kthvalue,
     "masked_select": _masked_select,
     "median": _median,
@@ -284,15 +288,6 @@ _BY_NAME: Mapping[str, Callable[..., Any]] = {
     "searchsorted": _searchsorted,
     "squeeze": _squeeze,
 }
-
-_POOLS = {
-    function: functools.partial(kernel, num_dims=num_dims)
-    for num_dims in (1, 2, 3)
-    for kernel, function in (
-        (_adaptive_max_pool, getattr(functional, f"adaptive_max_pool{num_dims}d")),
-        (_adaptive_max_pool_with_places, getattr(functional, f"adaptive_max_pool{num_dims}d_with_indices")),
-    )
-} | {torch.adaptive_max_pool1d: functools.partial(_adaptive_max_pool_with_places, num_dims=1)}
 
 
 def _by_function(by_name: Mapping[str, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
@@ -321,14 +316,11 @@ _TABLES: Sequence[Mapping[Any, Callable[..., Any]]] = (
     _by_function(_BY_NAME),
     STABLE_FUNCTIONS,
     JOINED,
-    {
-        torch.embedding_bag: _embedding_bag,
-        functional.embedding_bag: _bags_of_layer,
-        torch.fft.fftshift: functools.partial(_turned, of_odd=0),
-        torch.fft.ifftshift: functools.partial(_turned, of_odd=1),
-    },
+    FUNCTIONS_OF_MATRICES,
+    {torch.embedding_bag: _embedding_bag, functional.embedding_bag: _bags_of_layer},
     SPECIAL_FUNCTIONS,
-    _POOLS,
+    POOLS,
+    FOURIER_TRANSFORMS,
 )
 
 TRANSLATABLE: Mapping[Any, Callable[..., Any]] = {
