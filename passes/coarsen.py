@@ -224,9 +224,8 @@ def _saved_bytes(
 
 def _unread_by_block(block_of: Mapping[str, str], graph: OperatorGraph) -> dict[str, list[str]]:
     """Applies rule 6: returns what no operator reads by the block that it stays with."""
-    by_module = {
-        "": next(iter(block_of.values()))
-    }  # of each module, the first block that reads a tensor of it
+    # Of each module, the first block that reads a tensor of it.
+    by_module = {"": next(iter(block_of.values()))}
     for operator in graph.operators.values():
         for name in (*operator.parameters, *operator.buffers) if operator.name in block_of else ():
             for module in _modules_around(name):

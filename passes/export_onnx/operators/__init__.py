@@ -14,7 +14,7 @@
     values          powers by numbers that are computed themselves
     memory          parts of memory as it lies (as_strided)
     scans           cumulative products, maxima and minima
-    special         special functions: erfinv, hypot, lgamma, logit
+    special         special functions: digamma, erfinv, hypot, lgamma, logit
     stable          logarithms and exponentials without overflow, and the losses made of them
 
 Each function takes the arguments of the torch function that it stands for. It returns NotImplemented where

@@ -96,13 +96,16 @@ def _direction(z: Tensor) -> Tensor:
 
 @_of_complex
 def _equal(z: Tensor, other: Any) -> Any:
+    if not isinstance(other, Tensor | int | float | complex):
+        return NotImplemented
     (real, imaginary), (other_real, other_imaginary) = two_parts(z), parts_of(other)
     return (real == other_real) & (imaginary == other_imaginary)
 
 
 @_of_complex
 def _unequal(z: Tensor, other: Any) -> Any:
-    return ~_equal(z, other)
+    is_equal = _equal(z, other)
+    return is_equal if is_equal is NotImplemented else ~is_equal
 
 
 @_of_complex
@@ -123,8 +126,10 @@ def _deviation(z: Tensor, *args: Any, **named: Any) -> Any:
 
 @_of_complex
 def _linear(z: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    product = z @ weight.transpose(-2, -1) if weight.dim() > 1 else NotImplemented
-    return product if bias is None or product is NotImplemented else product + bias
+    if weight.dim() < 2:
+        return NotImplemented
+    product = z @ weight.mT
+    return product if bias is None else product + bias
 
 
 @_of_complex

@@ -155,18 +155,17 @@ def _zeros(*size: Any, dtype: torch.dtype | None = None, device: Any = None, **o
     return torch.view_as_complex(torch.zeros(*sizes, 2, dtype=dtype.to_real(), device=device))
 
 
-def _full(size: Any, value: Any, *, dtype: torch.dtype | None = None, **others: Any) -> Any:
-    if not isinstance(value, int | float | complex):
+def _full(size: Any, fill_value: Any, *, dtype: torch.dtype | None = None, **others: Any) -> Any:
+    if not isinstance(fill_value, int | float | complex):
         return NotImplemented
-    if dtype is None and isinstance(value, complex):
+    if dtype is None and isinstance(fill_value, complex):
         dtype = torch.get_default_dtype().to_complex()
     zeros = _zeros(*size, dtype=dtype, **others)
-    return zeros if zeros is NotImplemented else torch.view_as_complex(pairs_of(zeros) + _pair(zeros, value))
-
-
-def _pair(tensor: Tensor, number: Any) -> Tensor:
-    number = complex(number)
-    return torch.tensor([number.real, number.imag], dtype=tensor.dtype.to_real(), device=tensor.device)
+    if zeros is NotImplemented:
+        return NotImplemented
+    real, imaginary = parts_of(fill_value)
+    pair = torch.tensor([real, imaginary], dtype=zeros.dtype.to_real(), device=zeros.device)
+    return torch.view_as_complex(pairs_of(zeros) + pair)
 
 
 def _ones(*size: Any, **options: Any) -> Any:
