@@ -241,3 +241,36 @@ def test_a_value_with_two_names_has_the_one_that_it_keeps(stages: dict[str, int]
         for layer in self.layers:
             x = layer(x) + x0
 """ in re.sub(r"\.values\(\)", "", texts)
+
+
+class Returning(nn.Module):
+    """It returns an input too, and has names for what it returns that another value has in its code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3))
+
+    def forward(self, image: Tensor, noise: Tensor) -> dict[str, Tensor]:
+        x = self.layers[0](image + noise)
+        hidden = x
+        x = self.layers[1](x)
+        return {"loss": (self.layers[2](x) - image).square().mean(), "hidden": hidden, "target": image}
+
+
+def test_an_input_that_is_returned_keeps_its_name() -> None:
+    pipe = split(Returning(), (torch.randn(3, 8), torch.randn(3, 8)), cluster=2, costs="analytic")
+
+    for stage in pipe.stages:
+        assert "    image: float32 (batch, 8), an input of the model" in stage.source
+        assert "target: " not in stage.source
+    returned = "".join(stage.source for stage in pipe.stages)
+    assert "    image: float32 (batch, 8), the target of the model" in returned
+
+
+def test_what_is_returned_has_no_name_of_another_value_that_the_stage_gives() -> None:
+    apart = Constraints(stage_of={"layers.1": 0, "layers.2": 1})
+    batch = (torch.randn(3, 8), torch.randn(3, 8))
+    source = split(Returning(), batch, cluster=2, costs="analytic", constraints=apart).stages[0].source
+
+    assert "    hidden: float32 (batch, 8), the hidden of the model\n    x: float32 (batch, 8)" in source
+    assert "        return hidden, x\n" in source

@@ -39,7 +39,7 @@ _WORD = re.compile(r"[A-Za-z_]+")  # a module that is one of several alike has a
 def names_of_what_crosses(cuts: Sequence[Cut], trees: Sequence[StageTree]) -> dict[str, str]:
     """Names each value that a stage gives, in all stages that have it.
 
-    No stage gives, or takes, two values of one name.
+    No stage gives, or takes, two values of one name. An input of the model keeps its own.
     """
     wanted: dict[fx.Node, str] = {}
     beside: dict[fx.Node, list[fx.Node]] = {}  # what must not have the same name
@@ -49,8 +49,8 @@ def names_of_what_crosses(cuts: Sequence[Cut], trees: Sequence[StageTree]) -> di
             if node in wanted:
                 continue  # passed on
             beside[node] = [*given, *(other for at in stage.targets[node.name] for other in cuts[at].inputs)]
-            name = stage.model_outputs.get(node.name) or argument_name(tree, tree.root, node)
-            wanted[node] = identifier(name)
+            returned = None if node.op == "placeholder" else stage.model_outputs.get(node.name)
+            wanted[node] = identifier(returned or argument_name(tree, tree.root, node))
     fixed = {node for stage in cuts for node in stage.outputs if node.name in stage.model_outputs}
     several = {node for nodes in _of_one_name(wanted, beside, fixed).values() for node in nodes}
     for stage, tree in zip(cuts, trees, strict=True):
@@ -193,7 +193,8 @@ def _numbered(
             if node.name in names:
                 continue
             taken = {names[other.name] for other in beside[node] if other.name in names}
-            taken |= {identifier(other.name) for other in beside[node] if other.op == "placeholder"}
+            inputs = (other for other in beside[node] if other.op == "placeholder" and other is not node)
+            taken |= {identifier(other.name) for other in inputs}
             name = free_name(wanted[node], taken)
             if name != wanted[node]:  # a numbered name must not be that of a value the stage takes
                 taken |= {names[other.name] for other in stage.inputs if other.name in names}

@@ -46,6 +46,12 @@ class LocalNames:
         """Whether some value has or had this name, or a function that the body calls."""
         return name in self._bearers or name in self._called
 
+    def _names_of_others_given(self, result: fx.Node) -> set[str]:
+        names = self._body.tree.port_names
+        return {
+            names[other.name] for other in self._body.gives if other is not result and other.name in names
+        }
+
     def port_name(self, node: fx.Node) -> str | None:
         """Returns the name of a value that crosses between stages; None except in a stage's own forward."""
         tree = self._body.tree
@@ -73,14 +79,19 @@ class LocalNames:
             return self.free(own, index)
         if isinstance(item, Scope) and result not in self._folding.users:
             return self._unread_name(index, item, result)
+        port = self.port_name(result)
         if self._body.tree.is_link(self._body.scope, result):
-            return self.free(self._link_name(index, item), index)
+            own = self._link_name(index, item)
+            if port is not None and own in self._names_of_others_given(result):
+                own = port
+            return self.free(own, index)
         state = state_name(self._body.tree, result) if self._body.is_recurrent(item) else None
         if state is not None:
             return self.free(state, index)
-        port = self.port_name(result)
         wanted = None if result.name in self._body.tree.stage.model_outputs else port
         wanted = wanted or self._body.author_name(item, result) or self._inner_name(item, result)
+        if port is not None and wanted in self._names_of_others_given(result):
+            wanted = port
         if wanted is None and self._body.gives == [result] and self._body.scope.call is None:
             wanted = self._body.scope.function  # the result of a helper function
         wanted = wanted or self._handed_on_name(item)
