@@ -78,6 +78,24 @@ def test_times_that_the_machine_was_too_busy_for_are_measured_again(tmp_path: Pa
     assert profiled(tmp_path) == again
 
 
+def test_one_time_that_cannot_be_right_is_measured_again(tmp_path: Path) -> None:
+    first = profiled(tmp_path)
+    (path,) = (tmp_path / "profiles").iterdir()
+    kept = json.loads(path.read_text())
+    seconds = kept["seconds"]
+    whole, *others = sorted(seconds, key=lambda key: -sum(seconds[key]))
+    path.write_text(json.dumps(kept | {"seconds": seconds | {others[0]: [0.1, 1e-6]}}))
+
+    again = profiled(tmp_path)
+
+    read = json.loads(path.read_text())["seconds"]
+    assert read[others[0]][0] < 0.01
+    assert {key: read[key] for key in (whole, *others[1:])} == {
+        key: seconds[key] for key in (whole, *others[1:])
+    }
+    assert max(cost.forward_s for cost in again.operators.values()) < 0.9 * first.forward_s
+
+
 class Acting(nn.Module):
     def __init__(self, act: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

@@ -70,6 +70,10 @@ class ProfileCache:
         if ONLY_HERE not in repr(key):
             self._new[_digest(key)] = seconds
 
+    def drop(self, key: Hashable) -> None:
+        """Forgets one entry."""
+        self._seconds.pop(_digest(key), None)
+
     def forget(self) -> None:
         """Forgets all entries, so that they are measured again; `save` then replaces them."""
         self._seconds = {}
