@@ -120,7 +120,8 @@ def _inputs(
     found = find_example_inputs(model)
     if found is None:
         raise InputError(
-            "the microbatch's size cannot be chosen without example inputs: pass example_args=(...)"
+            "the microbatch's size cannot be chosen without example inputs: pass example_args=(...), or "
+            "example_kwargs={...} for what the forward takes by name"
         )
     return found
 

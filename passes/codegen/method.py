@@ -29,6 +29,7 @@ from .spell import spell
 from .stage_tree import DEVICE, StageTree
 from .written import LONGEST_FOLDED, Method, Statement, reference
 
+_WITH_PLACES = ", return_indices=True)"  # of maxima: the operator has them in any case
 _FIRST = "[0]"  # the output of an attention layer, which gives its weights beside it
 _SHORT_OPERAND = 40  # characters of an operand that fits on a line of its own when a statement takes several
 
@@ -142,6 +143,8 @@ class _Draft:
         self._rename(index, item, results)
         target = self._target(index, item, results)
         text = f"{target} = {source.text}" if target else source.text
+        if target.endswith(", _") and source.text.startswith("F.adaptive_max_pool"):
+            text = f"{target.removesuffix(', _')} = {source.text.removesuffix(_WITH_PLACES)})"
         if self.body.is_taken_apart(item) and len(results) == 1:
             text = f"{target}, _ = {source.text.removesuffix(_FIRST)}"
         if len(text) > LONGEST_FOLDED:
