@@ -276,3 +276,35 @@ def test_a_module_that_is_frozen_as_a_whole_is_frozen_in_one_line() -> None:
     )
     trained = [name for name, p in pipe.stages[0].module.named_parameters() if p.requires_grad]
     assert trained == ["adapter.weight", "adapter.bias", "head.bias"]
+
+
+class Pyramid(nn.Module):
+    """Its head is called with levels of several sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = Head()
+
+    def forward(self, *levels: Tensor) -> Tensor:
+        return torch.stack([self.head(level).square().mean() for level in levels]).sum()
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        return self.last(x)
+
+
+def test_a_module_that_is_called_with_several_sizes_has_one_forward() -> None:
+    levels = tuple(torch.randn(2, 4, size, size) for size in (8, 4, 2))
+    pipe = split(Pyramid(), levels, cluster=1, costs="analytic", check="full")
+
+    source = pipe.stages[0].source
+    assert "def forward_2" not in source
+    assert re.search(
+        r"x = F\.relu\(self\.first\(x\)\)  # test_generated_classes\.py:\d+ \(batch, 8, \?, \?\)", source
+    )

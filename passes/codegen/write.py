@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -120,32 +120,29 @@ class StageWriter:
         found: list[tuple[Method, list[Scope]]] = []
         for scope in scopes:
             method = write_method(self.tree, scope, self._call_text)
-            same = next((calls for other, calls in found if other == method), None)
-            if same is None:
-                found.append((method, [scope]))
-            else:
-                same.append(scope)
+            _add(found, method, [scope], (other.common_with(method) for other, _ in found))
         distinct: list[tuple[Method, list[Scope]]] = []
         for method, calls in sorted(found, key=lambda entry: -len(entry[1])):
-            same = next((others for other, others in distinct if self._do_the_same(calls, other)), None)
-            if same is None:
-                distinct.append((method, calls))
-            else:
-                same += calls
+            _add(distinct, method, calls, (self._also_of(calls, other) for other, _ in distinct))
         return sorted(distinct, key=lambda entry: min(map(scopes.index, entry[1])))
 
-    def _do_the_same(self, calls: Sequence[Scope], method: Method) -> bool:
-        """Whether calls are written as this method once their arguments have its names.
+    def _also_of(self, calls: Sequence[Scope], method: Method) -> Method | None:
+        """Returns the method for these calls too, which are written as it is with its names for arguments.
 
-        If so, they stay written that way; otherwise they are written with names of their own again.
+        They stay written that way. Where they do something else, they are written with names of their own
+        again, and the result is None.
         """
         if len(self.tree.reads(calls[0])) + len(self.tree.symbols(calls[0])) != len(method.arguments):
-            return False
+            return None
+        common: Method | None = method
         for scope in calls:
-            if write_method(self.tree, scope, self._call_text, method.arguments) != method:
+            common = common and common.common_with(
+                write_method(self.tree, scope, self._call_text, method.arguments)
+            )
+            if common is None:
                 write_method(self.tree, scope, self._call_text)
-                return False
-        return True
+                return None
+        return common
 
     def _write_inner(self, scope: Scope, attributes: Attributes) -> None:
         """Writes what a body calls before the body: classes, layers and helper functions."""
@@ -302,6 +299,20 @@ def _typed(dtype: str) -> Part:
 def _relative(name: str, path: str) -> str:
     """Returns a name of the whole model as the module at `path` knows it."""
     return name[len(path) + 1 :] if path else name
+
+
+def _add(
+    known: list[tuple[Method, list[Scope]]],
+    method: Method,
+    calls: list[Scope],
+    common: Iterable[Method | None],
+) -> None:
+    """Adds calls to those of the first known method that theirs has a common one with, or by themselves."""
+    for place, both in enumerate(common):
+        if both is not None:
+            known[place] = both, known[place][1] + calls
+            return
+    known.append((method, calls))
 
 
 def _annotated(method: Method) -> list[str]:

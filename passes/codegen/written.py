@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .body import NO_REGION, Region
 from .loops.author_loops import NO_COUNTER, NO_ROUND, Counter, Round
@@ -48,6 +48,30 @@ class Method:
     annotations: tuple[str, ...]
     body: tuple[Statement, ...]
     passed_through: str | None = None
+
+    def common_with(self, other: Method) -> Method | None:
+        """Returns the method that both are, but for the sizes in comments: `?` stands where these differ.
+
+        Returns None for methods that do not do the same.
+        """
+        if replace(self, body=_without_shapes(self)) != replace(other, body=_without_shapes(other)):
+            return None
+        shapes = (_common_shape(a.shape, b.shape) for a, b in zip(self.body, other.body, strict=True))
+        return replace(self, body=tuple(map(_with_shape, self.body, shapes)))
+
+
+def _without_shapes(method: Method) -> tuple[Statement, ...]:
+    return tuple(_with_shape(statement, ()) for statement in method.body)
+
+
+def _with_shape(statement: Statement, shape: tuple[int | str, ...]) -> Statement:
+    return replace(statement, shape=shape)
+
+
+def _common_shape(a: tuple[int | str, ...], b: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    if len(a) != len(b):
+        return ()
+    return tuple(size if size == other else "?" for size, other in zip(a, b, strict=True))
 
 
 def reference(path: str) -> str:
