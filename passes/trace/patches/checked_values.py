@@ -34,7 +34,8 @@ def assert_checked_values() -> Iterator[None]:
         if not is_traced or condition.dtype is not torch.bool or constant_number(condition.all()) is not None:
             _torchs(error_type, condition, message)
             return
-        torch.ops.aten._assert_async.msg(condition.all(), assumption(*authors_place()))
+        place, line = authors_place()
+        torch.ops.aten._assert_async.msg(condition.all(), assumption(place, line, check=place))
 
     with patch.object(torch, "_check_tensor_all_with", check):
         yield

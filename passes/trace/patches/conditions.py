@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
@@ -105,7 +106,8 @@ class Conditions:
             elif len(outcomes) > 1:
                 self.choices_by_size.append(place)
         holds = tensor if outcome else tensor.logical_not()
-        torch.ops.aten._assert_async.msg(holds, assumption(place.model, place.line))
+        check = Path(place.asking).name if place.is_check else None
+        torch.ops.aten._assert_async.msg(holds, assumption(place.model, place.line, check=check))
         return outcome
 
     def _note(self, outcome: bool, asking: FrameType) -> None:
