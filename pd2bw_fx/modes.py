@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -48,10 +49,17 @@ def passes_through_in_evaluation(module: nn.Module) -> bool:
 def asking_for_mode(model: nn.Module) -> list[str]:
     """Returns up to three modules that do something else in evaluation, one for each class: "Name at path".
 
-    torch.nn's own layers are not among them, but what computes their weights (parametrizations) may be.
+    torch.nn's own layers are not among them, but what computes their weights may be: a parametrization, or a
+    hook such as that of torch.nn.utils.spectral_norm.
     """
-    found: dict[type[nn.Module], str] = {}
+    found: dict[type, str] = {}
     for path, module in model.named_modules():
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            if _has_mode_in_source(hook if inspect.isroutine(hook) else type(hook).__call__):
+                name = getattr(hook, "__name__", type(hook).__name__)
+                found.setdefault(
+                    type(hook), f"{name}, a hook of {type(module).__name__} at {path or 'the top'},"
+                )
         if type(module).__module__.startswith("torch.nn.modules") or not _asks_for_its_mode(module):
             continue
         if not passes_through_in_evaluation(module):
@@ -60,7 +68,11 @@ def asking_for_mode(model: nn.Module) -> list[str]:
 
 
 def _asks_for_its_mode(module: nn.Module) -> bool:
+    return _has_mode_in_source(type(module).forward)
+
+
+def _has_mode_in_source(function: Any) -> bool:
     try:
-        return ".training" in inspect.getsource(type(module).forward)
+        return ".training" in inspect.getsource(function)
     except (OSError, TypeError):
         return False

@@ -395,3 +395,18 @@ def test_what_always_drops_does_so_in_the_stages_of_a_model_in_training() -> Non
     found = pipe.run(x)["loss"]
     torch.manual_seed(0)
     assert torch.equal(found, model.eval()(x))
+
+
+def test_a_hook_that_asks_for_the_mode_is_named_and_what_it_keeps_rules_out_a_file_of_training(
+    tmp_path: Path,
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(torch.nn.utils.spectral_norm(nn.Linear(8, 8)), nn.ReLU(), nn.Linear(8, 1))
+    pipe = pd2bw_fx.split(model, torch.randn(4, 8), cluster=1, costs="analytic")
+
+    assert pipe.trace_report is not None
+    assert "SpectralNorm, a hook of Linear at 0, asks for the mode" in pipe.trace_report.evaluation
+    with pytest.raises(
+        ExportError, match=r"split `model\.eval\(\)`: in training the forward computes with 0\.weight_"
+    ):
+        pipe.export_onnx(tmp_path / "onnx", training=True)

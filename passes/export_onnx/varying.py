@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -32,13 +32,21 @@ def written_by(
 
 def why_it_varies(value: str, written: str | None, original: Original | None, *, training: bool) -> str:
     """Returns why the value varies, and what to do about it."""
+    operators = () if original is None else original.graph.operators.values()
     if training:
+        draws = original is None or any(operator.is_random for operator in operators)
+        kept = next(
+            (name for o in operators for name in o.writes_buffers if _is_read_again(operators, name)), None
+        )
+        if draws or kept is None:
+            why = "set the model's dropout to 0"
+        else:
+            why = f"split `model.eval()`: in training the forward computes with {kept}, which it writes"
         return (
             f"{value} differs between two runs on the same inputs in training mode, so that no file could be "
-            "compared with it; export with training=False, or set the model's dropout to 0"
+            f"compared with it; export with training=False, or {why}"
         )
     told = f"{value} differs between two runs on the same inputs in evaluation mode too"
-    operators = () if original is None else original.graph.operators.values()
     drawing = [o for o in operators if o.is_random and not _is_off_in_evaluation(o)]
     places = [f"{o.module_path or 'the model'} ({o.module_type}, {o.source_line})" for o in drawing]
     if written is None and original is not None:  # a running average may have settled by then
@@ -59,3 +67,8 @@ def why_it_varies(value: str, written: str | None, original: Original | None, *,
 
 def _is_off_in_evaluation(operator: Operator) -> bool:
     return any(word in operator.target for word in ("dropout", "attention"))
+
+
+def _is_read_again(operators: Iterable[Operator], buffer: str) -> bool:
+    """Whether an operator that does not write the buffer reads it: batch statistics are only written."""
+    return any(buffer in o.buffers and buffer not in o.writes_buffers for o in operators)
