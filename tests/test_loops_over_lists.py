@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from loop_lines import lines_inside, source_of
 from torch import Tensor, nn
@@ -127,3 +128,27 @@ def test_a_loop_inside_another_takes_no_name_that_the_next_round_reads() -> None
     assert isinstance(making, Loop)
     assert reading.body[1] == Loop("for k_ in ks:", (Statement("y = f(y, k_)"),))
     assert making.body[1] == Loop("for k in ks:", (Statement("y = f(y, k)"),))
+
+
+class Waves(nn.Module):
+    """It goes over the entries of a buffer; the `shown` ones are read behind the loop too."""
+
+    def __init__(self, *, shown: bool) -> None:
+        super().__init__()
+        self.shown, self.last = shown, nn.Linear(14, 2)
+        self.register_buffer("rates", 2.0 ** torch.arange(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [x]
+        for rate in self.rates:
+            parts += [torch.sin(x * rate), torch.cos(x * rate)]
+        kept = self.last(torch.cat(parts, -1))
+        return kept * self.rates.unbind()[0] * rate if self.shown else kept
+
+
+@pytest.mark.parametrize("shown", [False, True])
+def test_a_loop_goes_over_the_parts_of_a_tensor_itself_where_it_alone_reads_them(*, shown: bool) -> None:
+    source = source_of(Waves(shown=shown), torch.randn(3, 2))
+
+    assert ("in self.rates.unbind():\n            parts_.append(torch.sin(x * " in source) is not shown
+    assert source.count("torch.sin(") == 1

@@ -27,6 +27,7 @@ from .tokens import line_of, text_of
 
 _LONGEST_LIST = 240  # characters
 _A_LIST = re.compile(r"(\w+) = (\[.+\]|\w+(?:\[::-1\])?)")
+_PARTS = re.compile(r"(\w+(?:, \w+)+) = (\S+\.unbind\([^()]*\))")
 _BOUND = re.compile(r"for ([\w, ]+) in ")
 _MARGIN = 12  # of a loop's header
 
@@ -126,8 +127,34 @@ def with_lists_in_headers(entries: Sequence[Entry], later: Sequence[Entry] = ())
                 break
             loop = replace(loop, header=within)
             found.pop()
+        loop = _over_parts(loop, found, behind)
         found.append(_with_plain_names(loop, behind))
     return found
+
+
+def _over_parts(loop: Loop, before: list[Entry], behind: Sequence[Entry]) -> Loop:
+    """Goes over `x.unbind()` itself where the parts of x have names for this loop alone.
+
+    Takes the line that gives them names out of `before`.
+    """
+    for at, entry in reversed(list(enumerate(before))):
+        made = _PARTS.fullmatch(entry.text) if isinstance(entry, Statement) else None
+        if made is None or f"[{made[1]}]" not in loop.header:
+            continue
+        between = line_of("\n".join(map(entry_text, before[at + 1 :])), is_loop=True)
+        others = line_of("\n".join(map(entry_text, (*loop.body, *behind))), is_loop=True)
+        header = loop.header.replace(f"[{made[1]}]", made[2])
+        names = {*made[1].split(", ")}
+        is_read = not names.isdisjoint({*between.names, *others.names, *line_of(header).names})
+        if (
+            is_read
+            or not line_of(made[2]).names.isdisjoint(between.assigned)
+            or len(header) > WIDTH - _MARGIN
+        ):
+            continue
+        del before[at]
+        return replace(loop, header=header)
+    return loop
 
 
 def _with_plain_names(loop: Loop, later: Sequence[Entry]) -> Loop:
