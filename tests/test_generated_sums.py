@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import pd2bw_fx
 from pd2bw_fx.passes.codegen.loops.rolled_up import from_zero
 from pd2bw_fx.passes.codegen.loops.sums import sum_of_names
+from tests.loop_lines import source_of
 
 
 class Sums(nn.Module):
@@ -126,3 +128,29 @@ def test_names_are_summed_in_a_list(text: str, wanted: str) -> None:
 )
 def test_what_is_no_term_is_not_taken_out_of_a_sum(text: str) -> None:
     assert from_zero(text) == ("", "", "")
+
+
+class Attending(nn.Module):
+    """Each round adds to a sum what has an addition in it; the first one adds to a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        entropy = 0
+        for gate in self.gates:
+            m = torch.softmax(gate(x), dim=-1)
+            entropy = entropy + torch.mean(torch.sum(-m * torch.log(m + 1e-15), dim=1))
+            x = m * x
+        return x.square().mean() + entropy
+
+
+def test_the_sum_has_its_name_and_not_what_is_added_within() -> None:
+    source = source_of(Attending(), torch.randn(4, 6))
+
+    assert re.search(
+        r"        entropy = 0\n        for gate in self\.gates:\n            m = .*\n"
+        r"            entropy = entropy \+ torch\.mean\(torch\.sum\(-m \* torch\.log\(m \+ 1e-15\), .*\n",
+        source,
+    )

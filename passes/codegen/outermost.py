@@ -106,8 +106,13 @@ def _kinds(value: ast.AST) -> frozenset[str]:
 
 def _has_operands(value: ast.expr, node: fx.Node, targets: set[str]) -> bool:
     operands = (value.left, value.right) if isinstance(value, ast.BinOp) else ()
-    given = node.args[::-1] if _kind(node) == "rsub" else node.args
-    return all(_may_be(operand, g, targets) for operand, g in zip(operands, given, strict=False))
+    orders = [node.args[::-1] if _kind(node) == "rsub" else node.args]
+    if _kind(node) in ("add", "mul") and len(node.args) > 1 and not isinstance(node.args[1], fx.Node):
+        orders.append(node.args[::-1])  # a trace has x + 0 for `0 + x`
+    return any(
+        all(_may_be(operand, g, targets) for operand, g in zip(operands, given, strict=False))
+        for given in orders
+    )
 
 
 def _may_be(operand: ast.expr, given: Any, targets: set[str]) -> bool:
@@ -115,11 +120,21 @@ def _may_be(operand: ast.expr, given: Any, targets: set[str]) -> bool:
     while isinstance(given, fx.Node) and _kind(given) in _CASTS:
         given = given.args[0]
     if not isinstance(given, fx.Node):
+        if _is_a_call_of_torch(operand):
+            return False  # it gives a tensor
+        if isinstance(operand, ast.Name) and operand.id in targets and given == 0:
+            return True  # a sum begins with it
         return targets.isdisjoint(_tensors(operand)) and _number(operand) in (None, given)
     kinds = _kinds(operand)
     if not kinds or targets.isdisjoint(_tensors(operand)):
         return True
     return _kind(given) in kinds and _has_operands(operand, given, targets)
+
+
+def _is_a_call_of_torch(expression: ast.expr) -> bool:
+    called = expression.func if isinstance(expression, ast.Call) else None
+    holder = called.value if isinstance(called, ast.Attribute) else None
+    return isinstance(holder, ast.Name) and holder.id in ("torch", "F")
 
 
 def _number(expression: ast.expr) -> int | float | None:
