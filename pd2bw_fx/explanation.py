@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from pd2bw_fx.plan import Transfer
 from pd2bw_fx.units import format_bytes, format_seconds
@@ -60,6 +61,7 @@ class Explanation:
     """The whole explanation of a plan.
 
     `changes` are sorted by how much they help; those that help by less than the proof can tell are left out.
+    `module_of` has the module path of each operator, by which it is shown: "blocks.3.mlp:linear_2".
     """
 
     bottleneck_s: float
@@ -67,6 +69,7 @@ class Explanation:
     cuts: tuple[Cut, ...]
     slacks: tuple[Slack, ...]
     changes: tuple[Change, ...]
+    module_of: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def binding(self) -> tuple[Slack, ...]:
@@ -88,17 +91,25 @@ class Explanation:
         return "\n".join(lines)
 
     def _cut_lines(self, cut: Cut) -> list[str]:
-        names = ", ".join(dict.fromkeys(transfer.value for transfer in cut.crossing)) or "nothing"
+        values = dict.fromkeys(transfer.value for transfer in cut.crossing)
+        names = ", ".join(in_module(value, self.module_of) for value in values) or "nothing"
         lines = [f"cut {cut.stage} | {cut.stage + 1}: {format_bytes(cut.num_bytes)} cross: {names}"]
         if cut.next_best_s is None:
             return [*lines, "  no other cut was found that fits"]
-        moved = [f"{name} later" for name in cut.moved_later] + [f"{n} earlier" for n in cut.moved_earlier]
+        moved = [f"{in_module(name, self.module_of)} later" for name in cut.moved_later]
+        moved += [f"{in_module(name, self.module_of)} earlier" for name in cut.moved_earlier]
         shown = ", ".join(moved[:3]) + (f" and {len(moved) - 3} more" if len(moved) > 3 else "")
         cost = f"{format_seconds(cut.next_best_s)} ({self._relative(cut.next_best_s)})"
         return [*lines, f"  the next best cut: {cost}: {shown}"]
 
     def _relative(self, seconds: float) -> str:
         return f"{seconds / self.bottleneck_s - 1:+.1%}" if self.bottleneck_s > 0 else "+0%"
+
+
+def in_module(operator: str, module_of: Mapping[str, str]) -> str:
+    """Returns the operator's name behind its module's path, if it is in a module."""
+    path = module_of.get(operator)
+    return f"{path}:{operator}" if path else operator
 
 
 def _slack_line(slack: Slack) -> str:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+import re
 
 import pytest
+import torch
+from torch import nn
 
+import pd2bw_fx
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.errors import InputError, PlanMismatchError
 from pd2bw_fx.passes.partition import check_plan, explain, partition, partition_replicated
@@ -186,3 +190,13 @@ def test_a_plan_by_itself_says_what_explains_it() -> None:
 
     with pytest.raises(InputError, match=r"call explain\(\) on its pipeline: pipe\.explain\(\)"):
         plan.explain(time_limit_s=1.0)
+
+
+def test_operators_are_shown_with_their_modules() -> None:
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)]
+    pipe = pd2bw_fx.split(nn.Sequential(*layers), torch.randn(3, 8), cluster=2, costs="analytic")
+
+    told = str(pipe.explain())
+
+    assert re.search(r"cut 0 \| 1: .* cross: \d\.\d:\w+\n", told)
+    assert re.search(r"the next best cut: .*: \d\.\d:\w+ (later|earlier)", told)

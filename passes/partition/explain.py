@@ -14,7 +14,7 @@ from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.constraints import Constraints
 from pd2bw_fx.costs import Kept, MemoryModel
 from pd2bw_fx.errors import InfeasibleError, InputError, PlanMismatchError, SolverError
-from pd2bw_fx.explanation import Change, Cut, Explanation, Slack
+from pd2bw_fx.explanation import Change, Cut, Explanation, Slack, in_module
 from pd2bw_fx.plan import Plan, StagePlan
 from pd2bw_fx.problem import Problem
 from pd2bw_fx.units import format_bytes, format_seconds
@@ -116,6 +116,7 @@ def explain(
         ),
         slacks=tuple(_slacks(plan, instance, stage_of)),
         changes=tuple(sorted(helpful, key=lambda change: change.bottleneck_s)),
+        module_of=problem.module_of,
     )
 
 
@@ -300,7 +301,7 @@ def _what_ifs(plan: Plan, problem: Problem, cluster: Cluster, options: dict[str,
         backward_s=tuple(seconds / 2 for seconds in largest.backward_s),
     )
     blocks = tuple(halved if block is largest else block for block in problem.blocks)
-    what = f"{largest.name} twice as fast"
+    what = f"{in_module(largest.name, problem.module_of)} twice as fast"
     yield _WhatIf(what, replace(problem, blocks=blocks), cluster, options)
 
 
