@@ -14,6 +14,7 @@ import pd2bw_fx
 from pd2bw_fx.actions import RunRequest
 from pd2bw_fx.cluster import Cluster
 from pd2bw_fx.device import Device
+from pd2bw_fx.errors import InfeasibleError
 from pd2bw_fx.passes.codegen import generate
 from pd2bw_fx.runtime.engine import Engine
 from pd2bw_fx.runtime.job import Job, jobs, work_for
@@ -125,3 +126,12 @@ def test_they_are_kept_once_and_not_trained() -> None:
     assert len(spares) == 2
     assert len({spare.data_ptr() for spare in spares}) == 1
     assert torch.equal(spares[0], model.right.pooler.weight)
+
+
+def test_a_device_that_cannot_hold_them_is_told_what_is_too_large() -> None:
+    cluster = Cluster.uniform(1, memory_bytes=SPARE_BYTES // 2)
+
+    with pytest.raises(
+        InfeasibleError, match=r"alone needs .* \(the largest, 'right\.pooler\.weight', has 352 KiB\)"
+    ):
+        split(TwoTowers(), a_batch(), cluster=cluster)

@@ -82,14 +82,15 @@ def named_inputs(
         raise InputError(f"input {unlike[0]!r} {what}; {folder} takes {', '.join(expected) or 'none'}")
     arrays = {name: to_array(name, value) for name, value in inputs.items()}
     for entry in manifest["inputs"]:
-        if entry.get("complex") and np.iscomplexobj(arrays[entry["name"]]):
-            arrays[entry["name"]] = to_pairs(arrays[entry["name"]])
-        _require_as_declared(folder, entry, arrays[entry["name"]])
+        given = arrays[entry["name"]]
+        if entry.get("complex") and np.iscomplexobj(given):
+            arrays[entry["name"]] = to_pairs(given)
+        _require_as_declared(folder, entry, arrays[entry["name"]], given)
     return {expected[name]: array for name, array in arrays.items()}
 
 
-def _require_as_declared(folder: Path, entry: Mapping[str, Any], array: Array) -> None:
-    """Raises InputError for an array that onnxruntime would refuse for this input."""
+def _require_as_declared(folder: Path, entry: Mapping[str, Any], array: Array, given: Array) -> None:
+    """Raises InputError for an array that onnxruntime would refuse for this input; `given` is the user's."""
     dtype, shape = entry["dtype"], entry["shape"]
     fits = shape is None or (
         len(shape) == array.ndim
@@ -97,11 +98,16 @@ def _require_as_declared(folder: Path, entry: Mapping[str, Any], array: Array) -
     )
     if fits and array.dtype.name == dtype:
         return
-    takes = dtype if shape is None else f"{dtype} ({', '.join(map(str, shape))})"
+    takes = _described(dtype, shape)
     if entry.get("complex"):
-        takes += ", the parts of complex numbers, or these themselves"
-    what = f"{array.dtype.name} {array.shape}"
+        numbers = np.result_type(dtype, np.complex64).name
+        takes = f"{_described(numbers, shape and shape[:-1])}, or both parts as {takes}"
+    what = f"{given.dtype.name} {given.shape}"
     raise InputError(f"input {entry['name']!r} is {what}; {folder} takes {takes}")
+
+
+def _described(dtype: str, shape: Sequence[Any] | None) -> str:
+    return dtype if shape is None else f"{dtype} ({', '.join(map(str, shape))})"
 
 
 def require_batch_size(

@@ -163,12 +163,16 @@ def _block_too_large(problem: Problem, cluster: Cluster, instance: Instance) -> 
     node = int(need.argmax())
     if need[node] <= device.memory_bytes:
         return None
-    name = problem.blocks[topological_order(problem)[node]].name
+    block = problem.blocks[topological_order(problem)[node]]
+    held = {name: problem.parameters[name] for name in block.parameters}
+    sizes = {name: size.trainable_bytes + size.frozen_bytes for name, size in held.items()}
+    own = max(sizes, key=sizes.__getitem__, default=None)
+    told = "" if own is None else f" (the largest, {own!r}, has {format_bytes(sizes[own])})"
     return InfeasibleError(
-        f"block {name!r} alone needs {format_bytes(need[node])} ({need[node]:.0f} bytes) with its copies of "
-        f"the weights, and {device.name}, the largest device, has {format_bytes(device.memory_bytes)} "
-        f"({device.memory_bytes} bytes); try a device with more memory, a smaller microbatch, or an "
-        "optimizer with less state"
+        f"block {block.name!r} alone needs {format_bytes(need[node])} ({need[node]:.0f} bytes) with its "
+        f"copies of the weights{told}, and {device.name}, the largest device, has "
+        f"{format_bytes(device.memory_bytes)} ({device.memory_bytes} bytes); try a device with more memory, "
+        "a smaller microbatch, or an optimizer with less state"
     )
 
 
