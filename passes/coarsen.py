@@ -19,7 +19,7 @@ Nothing else is joined: the planner has every cut that these rules allow.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -60,7 +60,9 @@ def coarsen(graph: OperatorGraph, costs: Costs, cluster: Cluster) -> Problem:
     block_of = {name: operators[0] for operators in members for name in operators}
     copied = _copied(block_of, graph, members)
     saved_bytes = _saved_bytes(block_of, graph, costs, num_stages=len(cluster.devices))
-    kept = _unread_by_block(block_of, graph)
+    kept = defaultdict(list)  # rule 6
+    for name, operator_name in graph.unread().items():
+        kept[block_of[operator_name]].append(name)
     blocks = tuple(
         _block(names, copied[names[0]], saved_bytes[names[0]], kept[names[0]], graph, costs, cluster)
         for names in members
@@ -222,30 +224,6 @@ def _saved_bytes(
     return saved_bytes
 
 
-def _unread_by_block(block_of: Mapping[str, str], graph: OperatorGraph) -> dict[str, list[str]]:
-    """Applies rule 6: returns what no operator reads by the block that it stays with."""
-    # Of each module, the first block that reads a tensor of it.
-    by_module = {"": next(iter(block_of.values()))}
-    for operator in graph.operators.values():
-        for name in (*operator.parameters, *operator.buffers) if operator.name in block_of else ():
-            for module in _modules_around(name):
-                by_module.setdefault(module, block_of[operator.name])
-    kept: dict[str, list[str]] = {block: [] for block in block_of.values()}
-    unread = graph.unread()
-    for name in (*graph.parameters, *graph.buffers):
-        if name in unread:
-            innermost = next(module for module in _modules_around(name) if module in by_module)
-            kept[by_module[innermost]].append(name)
-    return kept
-
-
-def _modules_around(name: str) -> Iterator[str]:
-    """Yields the modules that a tensor is inside of, the innermost first, and "" for the model."""
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
-
-
 def _block(
     names: Sequence[str],
     copied: Sequence[str],
@@ -304,10 +282,10 @@ def _values(placed: Sequence[Operator], block_of: Mapping[str, str], graph: Oper
 
 
 def _parameter_sizes(graph: OperatorGraph) -> dict[str, ParameterSize]:
-    unread = graph.unread()
+    trained = graph.trained()
     sizes = {
         name: ParameterSize(trainable_bytes=parameter.spec.num_bytes)
-        if parameter.trainable and name not in unread
+        if name in trained
         else ParameterSize(frozen_bytes=parameter.spec.num_bytes)
         for name, parameter in graph.parameters.items()
     }

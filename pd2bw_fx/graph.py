@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -182,10 +182,28 @@ class OperatorGraph:
                 readers[value].append(operator.name)
         return readers
 
-    def unread(self) -> frozenset[str]:
-        """Returns the parameters, buffers and constants that no operator reads. None of them is trained."""
-        read = {n for operator in self.operators.values() for n in (*operator.parameters, *operator.buffers)}
-        return frozenset((self.parameters.keys() | self.buffers.keys()) - read)
+    def unread(self) -> dict[str, str]:
+        """Returns the parameters, buffers and constants that no operator reads, with where each stays.
+
+        That is the first operator that reads a tensor with most modules around both.
+        """
+        reads = {name: (*o.parameters, *o.buffers) for name, o in self.operators.items()}
+        read = {tensor for tensors in reads.values() for tensor in tensors}
+        placed = [name for name, operator in self.operators.items() if not operator.is_replicable]
+        by_module = {"": placed[0]} if placed else {}
+        for operator in placed:
+            for module in (module for tensor in reads[operator] for module in _modules_around(tensor)):
+                by_module.setdefault(module, operator)
+        return {
+            name: next(by_module[module] for module in _modules_around(name) if module in by_module)
+            for name in (*self.parameters, *self.buffers)
+            if name not in read and placed
+        }
+
+    def trained(self) -> frozenset[str]:
+        """Returns the parameters that are trained: one that no operator reads has no gradient."""
+        trainable = {name for name, parameter in self.parameters.items() if parameter.trainable}
+        return frozenset(trainable - self.unread().keys())
 
     def computed_from(self, inputs: Collection[str]) -> frozenset[str]:
         """Returns these inputs and the operators whose values depend on them, if only through a buffer."""
@@ -284,6 +302,13 @@ def _operator_from_json(data: Mapping[str, Any]) -> Operator:
         is_replicable=data["is_replicable"],
         memory_group=data["memory_group"],
     )
+
+
+def _modules_around(name: str) -> Iterator[str]:
+    """Yields the modules that a tensor is inside of, the innermost first, and "" for the model."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def _parameter_to_json(parameter: ParameterSpec) -> dict[str, Any]:

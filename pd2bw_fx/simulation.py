@@ -51,12 +51,8 @@ def simulate_pipeline(
                 f"{_MOST_MICROBATCHES} microbatches are simulated: a few updates show how all of them go"
             )
         schedule = schedule_of(method, shape, updates=range(count), drain=True)
-    unread = pipeline.graph.unread()
-    options["trainable_bytes"] = {
-        each.name: each.spec.num_bytes
-        for each in pipeline.graph.parameters.values()
-        if each.trainable and each.name not in unread
-    }
+    parameters, trained = pipeline.graph.parameters, pipeline.graph.trained()
+    options["trainable_bytes"] = {n: p.spec.num_bytes for n, p in parameters.items() if n in trained}
     timeline = simulate(schedule, plan, cluster, **options)
     built_for = schedule.shape
     if timeline.steady_per_s is not None or built_for is None or not method_of(schedule.method).trains:

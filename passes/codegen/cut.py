@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,9 +48,18 @@ def cut(graph: OperatorGraph, plan: Plan) -> tuple[Cut, ...]:
     needed = [_needed(graph, nodes, stage_of, outputs_at[s], s) for s in range(plan.num_stages)]
     read = [_received(graph, nodes, stage_of, names, s) for s, names in enumerate(needed)]
     sent = _sent(plan, stage_of, read)
-    unread = _unread(graph, plan, needed)
+    unread = {name: stage_of[operator] for name, operator in graph.unread().items()}
     return tuple(
-        _cut(graph, nodes, s, needed[s], sent, outputs_at[s], unread[s]) for s in range(plan.num_stages)
+        _cut(
+            graph,
+            nodes,
+            s,
+            needed[s],
+            sent,
+            outputs_at[s],
+            tuple(name for name, home in unread.items() if home == s),
+        )
+        for s in range(plan.num_stages)
     )
 
 
@@ -71,35 +79,6 @@ def _sent(plan: Plan, stage_of: Mapping[str, int], read: Sequence[set[str]]) -> 
                 at = planned[value, at]
             sent |= way if at == stage_of[value] else {(value, stage): stage_of[value]}
     return sent
-
-
-def _unread(graph: OperatorGraph, plan: Plan, needed: Sequence[set[str]]) -> list[tuple[str, ...]]:
-    """Returns, for each stage, the parameters and buffers that it holds though no operator reads them.
-
-    Each goes to the stage that the plan counts it for; where the plan does not know it, to the one that reads
-    a tensor with most modules around both.
-    """
-    planned = {name: stage.stage for stage in reversed(plan.stages) for name in stage.parameters}
-    read = [
-        {name for o in operators if o in graph.operators for name in _tensors_of(graph, o)}
-        for operators in needed
-    ]
-    homes: list[list[str]] = [[] for _ in needed]
-    for name in (*graph.parameters, *graph.buffers):
-        if not any(name in names for names in read):
-            depths = [max((_common_depth(name, other) for other in names), default=0) for names in read]
-            homes[planned.get(name, depths.index(max(depths)))].append(name)
-    return [tuple(names) for names in homes]
-
-
-def _tensors_of(graph: OperatorGraph, operator: str) -> tuple[str, ...]:
-    return (*graph.operators[operator].parameters, *graph.operators[operator].buffers)
-
-
-def _common_depth(name: str, other: str) -> int:
-    """Counts the modules that both tensors are inside of."""
-    pairs = zip(name.split(".")[:-1], other.split(".")[:-1], strict=False)
-    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
 _OF_VALUES = re.compile(r"\bu\d+\b")  # torch's names for sizes that are known only when it runs

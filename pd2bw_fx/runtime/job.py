@@ -260,11 +260,8 @@ def jobs(pipeline: Pipeline, work: Work) -> tuple[Job, ...]:
     written = {name for operator in graph.operators.values() for name in operator.writes_buffers}
     written_parameters = frozenset(written & graph.parameters.keys())
     statistics, lines = unread_statistics(graph), authors_lines(graph)
-    unread = graph.unread()
-    parameters = tuple(
-        replace(spec, trainable=spec.trainable and spec.name not in unread)
-        for spec in graph.parameters.values()
-    )
+    trained = graph.trained()
+    parameters = tuple(replace(s, trainable=s.name in trained) for s in graph.parameters.values())
     held, report = pipeline.tensors(), pipeline.trace_report
     require_values(graph, held)
     from_batch = graph.computed_from([known.name for known in pipeline.batch_layout.inputs if known.batched])
