@@ -52,14 +52,13 @@ def asking_for_mode(model: nn.Module) -> list[str]:
     torch.nn's own layers are not among them, but what computes their weights may be: a parametrization, or a
     hook such as that of torch.nn.utils.spectral_norm.
     """
-    found: dict[type, str] = {}
+    found: dict[Any, str] = {}  # by class, or by the function that a hook is
     for path, module in model.named_modules():
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            if _has_mode_in_source(hook if inspect.isroutine(hook) else type(hook).__call__):
-                name = getattr(hook, "__name__", type(hook).__name__)
-                found.setdefault(
-                    type(hook), f"{name}, a hook of {type(module).__name__} at {path or 'the top'},"
-                )
+            kind = hook if inspect.isroutine(hook) else type(hook)
+            if _has_mode_in_source(kind.__call__ if isinstance(kind, type) else kind):
+                told = f"{kind.__name__}, a hook of {type(module).__name__} at {path or 'the top'},"
+                found.setdefault(kind, told)
         if type(module).__module__.startswith("torch.nn.modules") or not _asks_for_its_mode(module):
             continue
         if not passes_through_in_evaluation(module):

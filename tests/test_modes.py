@@ -410,3 +410,22 @@ def test_a_hook_that_asks_for_the_mode_is_named_and_what_it_keeps_rules_out_a_fi
         ExportError, match=r"split `model\.eval\(\)`: in training the forward computes with 0\.weight_"
     ):
         pipe.export_onnx(tmp_path / "onnx", training=True)
+
+
+def _doubled_in_training(module: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
+    return (given[0] * 2 if module.training else given[0],)
+
+
+def _shifted_in_training(module: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
+    return (given[0] + 1 if module.training else given[0],)
+
+
+def test_each_function_that_is_a_hook_and_asks_for_the_mode_is_named() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    model[0].register_forward_pre_hook(_doubled_in_training)
+    model[1].register_forward_pre_hook(_shifted_in_training)
+    pipe = pd2bw_fx.split(model, torch.randn(4, 8), cluster=1, costs="analytic")
+
+    assert pipe.trace_report is not None
+    assert "_doubled_in_training, a hook of Linear at 0," in pipe.trace_report.evaluation
+    assert "_shifted_in_training, a hook of Linear at 1," in pipe.trace_report.evaluation
