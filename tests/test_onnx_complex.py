@@ -114,6 +114,7 @@ def test_real_tensors_are_left_to_the_exporter() -> None:
     for function, args in ((torch.tanh, ()), (torch.where, (x > 0, x)), (Tensor.select, (0, 1))):
         given = (args[0], x, x) if function is torch.where else (x, *args)
         assert TRANSLATABLE[function](*given) is NotImplemented
+    assert TRANSLATABLE[torch.where](x > 0) is NotImplemented  # the places
 
 
 class Turning(nn.Module):

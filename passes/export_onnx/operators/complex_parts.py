@@ -54,11 +54,11 @@ def _subscript(self: Tensor, index: Any) -> Any:
     return NotImplemented if are_slices else _of_each_part(Tensor.__getitem__, self, index)
 
 
-def _chosen(condition: Tensor, first: Any, other: Any) -> Any:
-    """`torch.where`. The parts of numbers are tensors of the operands' own type."""
-    if not any(isinstance(each, Tensor) and each.is_complex() for each in (first, other)):
+def _chosen(condition: Tensor, input: Any = None, other: Any = None) -> Any:  # noqa: A002 - as torch calls it
+    """`torch.where`, which gives the places of what is true where it has a condition alone."""
+    if not any(isinstance(each, Tensor) and each.is_complex() for each in (input, other)):
         return NotImplemented
-    (real, imaginary), (other_real, other_imaginary) = parts_of(first), parts_of(other)
+    (real, imaginary), (other_real, other_imaginary) = parts_of(input), parts_of(other)
     return joined(
         torch.where(condition, real, other_real), torch.where(condition, imaginary, other_imaginary)
     )
