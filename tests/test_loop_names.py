@@ -121,44 +121,34 @@ def test_a_factor_of_1_stays_where_other_rounds_have_other_factors() -> None:
     assert "return x.square().mean()" in source
 
 
-class OfMany(nn.Module):
-    def __init__(self) -> None:
+class Rows(nn.Module):
+    """It joins its inputs in a loop, and goes on with all of them, or reads the first once more."""
+
+    def __init__(self, *, reads_first: bool) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, *x: Tensor) -> Tensor:
-        rows = []
-        for row in x:
-            rows.append(row.unsqueeze(1))
-        return self.linear(torch.cat(rows, dim=1)).sum(1) * rows[0].sum()
-
-
-def test_an_argument_keeps_its_name_where_a_loop_takes_the_others() -> None:
-    source = source_of(OfMany(), *(torch.randn(3, 4) for _ in range(5)))
-
-    assert "        x_0 = x_0.unsqueeze(1)" in source
-    assert "        for row in [x_1, x_2, x_3, x_4]:\n            rows.append(row.unsqueeze(1))" in source
-
-
-class Places(nn.Module):
-    """Numbers that its author gives to a tensor that an earlier loop made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
+        self.linear, self.reads_first = nn.Linear(4, 4), reads_first
 
     def forward(self, *x: Tensor) -> Tensor:
         rows = []
         for row in x:
             rows.append(row.unsqueeze(1))
         hidden = self.linear(torch.cat(rows, dim=1))
+        if self.reads_first:
+            return hidden.sum(1) * rows[0].sum()
         first = hidden[:, [0, 0, 1]]
         second = hidden[:, [1, 2, 2]]
         return first * second
 
 
+def test_an_argument_keeps_its_name_where_a_loop_takes_the_others() -> None:
+    source = source_of(Rows(reads_first=True), *(torch.randn(3, 4) for _ in range(5)))
+
+    assert "        x_0 = x_0.unsqueeze(1)" in source
+    assert "        for row in [x_1, x_2, x_3, x_4]:\n            rows.append(row.unsqueeze(1))" in source
+
+
 def test_numbers_go_to_the_device_of_what_they_are_read_with_and_hold_up_no_loop() -> None:
-    source = source_of(Places(), *(torch.randn(3, 4) for _ in range(3)))
+    source = source_of(Rows(reads_first=False), *(torch.randn(3, 4) for _ in range(3)))
 
     assert "        for row in [x_0, x_1, x_2]:\n            rows.append(row.unsqueeze(1))" in source
     assert "first = hidden[:, torch.tensor([0, 0, 1]).to(hidden.device, non_blocking=True)]" in source

@@ -82,7 +82,7 @@ def test_a_long_body_that_has_no_loop_is_not_read_again_from_every_line(
         for n in range(50)
         for text in (f"y = x * {n} + {n * n}.5", f"z = y.roll({n**3})", "x = x + z")
     ]
-    in_rounds(body, Attributes("", {}.get, {}.get))
+    in_rounds(body, Attributes("", {}.get, {}.get), ())
 
     assert len(read) <= 3 * len(body)
 
@@ -107,6 +107,6 @@ def test_lines_that_take_or_give_what_crosses_a_cut_one_by_one_are_not_tried_as_
     monkeypatch.setattr(rolling, "Rounds", CountedRounds)
     body = [Statement(line.format(n + 1, n, n)) for n in range(200)]
     body.append(Statement(returned.format(", ".join(f"h_{n + 1}" for n in range(200)))))
-    in_rounds(body, Attributes("", {}.get, {}.get))
+    in_rounds(body, Attributes("", {}.get, {}.get), ())
 
     assert not tried

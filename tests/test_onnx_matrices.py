@@ -12,6 +12,7 @@ from torch.nn.utils.parametrizations import orthogonal
 
 from pd2bw_fx import split
 from pd2bw_fx.errors import ExportError
+from pd2bw_fx.passes.export_onnx import run_onnx
 
 
 def _positive(a: Tensor) -> Tensor:
@@ -68,9 +69,12 @@ def test_the_file_computes_the_same(functions: list[Callable[[Tensor], Tensor]],
 def test_orthogonal_weights_are_in_the_file(by: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     layer = orthogonal(nn.Linear(8, 8), orthogonal_map=by)
-    pipe = split(nn.Sequential(layer, nn.ReLU()).eval(), (torch.randn(3, 8),), cluster=1, costs="analytic")
+    model, x = nn.Sequential(layer, nn.ReLU()).eval(), torch.randn(3, 8)
+    split(model, (x,), cluster=1, costs="analytic").export_onnx(tmp_path / "onnx")
 
-    pipe.export_onnx(tmp_path / "onnx")
+    (found,) = run_onnx(tmp_path / "onnx", {"input": x}).values()
+
+    torch.testing.assert_close(torch.from_numpy(found), model(x).detach())
 
 
 def test_what_would_take_too_many_steps_is_refused_by_name(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ _LEAST_SAVED = 1  # lines that a loop must save
 _MOST_FOR_A_BEGINNING = 2  # lines that a loop may take more to begin where the author's does
 
 
-def in_rounds(entries: Sequence[Entry], attributes: Attributes, arguments: Sequence[str] = ()) -> list[Entry]:
+def in_rounds(entries: Sequence[Entry], attributes: Attributes, arguments: Sequence[str]) -> list[Entry]:
     """Rolls up the rounds in a body into loops, inner loops first."""
     resolved = list(resolved_entries(entries, attributes))
     rolled = _rolled_once(BodyLines([with_text(entry, with_zeros) for entry in resolved]))
