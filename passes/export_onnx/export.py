@@ -24,7 +24,7 @@ from pd2bw_fx.errors import ExportError, InputError
 from pd2bw_fx.files import whole_folder, write_manifest
 from pd2bw_fx.graph import OperatorGraph, dtype_name
 from pd2bw_fx.onnx_session import require
-from pd2bw_fx.size_range import ANY_SIZE
+from pd2bw_fx.size_range import ANY_SIZE, SizeRange
 from pd2bw_fx.stage import Port, StageProgram, held_buffers, held_parameters
 
 from .annotate import annotate, check_annotation
@@ -81,16 +81,11 @@ def export_onnx(
     """
     _check_request(original, form, opset, tolerance)
     _require_arrays(programs, form)
-    specs = {name: port.spec for name, port in model_inputs(programs).items()}
-    if original is not None and original.model is not None:
-        specs = dict(original.graph.inputs)  # the model also takes inputs that no stage reads
-    example = example_of(specs, example_inputs)
     sizes = ANY_SIZE if original is None else original.graph.batch_sizes
-    others = examples_of_other_sizes(specs, example, sizes)
     graph = None if original is None else original.graph
     pairs, complex_programs = Pairs(programs), programs
+    example, *others = map(pairs.taken, _examples(programs, original, example_inputs, sizes))
     programs, original = pairs.programs(programs), pairs.original(original)
-    example, *others = (pairs.taken(each) for each in (example, *others))
     job = _Job(tuple(programs), tensor_names(programs), tolerance, graph)
     with (
         pairs.between(complex_programs, modules),
@@ -182,6 +177,20 @@ def _check_request(original: Original | None, form: str, opset: int, tolerance: 
         raise InputError(f"opset {opset} cannot be written; give one from {OLDEST_OPSET} to {NEWEST_OPSET}")
     for needed in ("onnx", "onnxscript", "onnxruntime"):
         require(needed)
+
+
+def _examples(
+    programs: Sequence[StageProgram],
+    original: Original | None,
+    example_inputs: Mapping[str, Tensor],
+    sizes: SizeRange,
+) -> list[dict[str, Tensor]]:
+    """Returns the example, and the same at other sizes that may be tried."""
+    specs = {name: port.spec for name, port in model_inputs(programs).items()}
+    if original is not None and original.model is not None:
+        specs = dict(original.graph.inputs)  # the model also takes inputs that no stage reads
+    example = example_of(specs, example_inputs)
+    return [example, *examples_of_other_sizes(specs, example, sizes)]
 
 
 def _require_arrays(programs: Sequence[StageProgram], form: Form) -> None:
